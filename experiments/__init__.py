@@ -1,0 +1,1 @@
+"""Experiments: one file each, with get_config() and, for an ablation, sweep()."""

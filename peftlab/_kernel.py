@@ -1,0 +1,368 @@
+"""Sees the weight of any layer type as a kernel [in, out], and its input as [tokens, in]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import math
+import string
+from typing import Any
+
+from einops import rearrange
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from peftlab import _registry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """How one layer uses its weight.
+
+  Attributes:
+    words: 'in' or 'out' per dimension of the weight.
+    shape: sizes of those dimensions without stack axes; None where the layer does not tell.
+    equation: letters of (input, weight, output), one per dimension; None for a lookup or a
+      convolution, whose input has no dimension to contract.
+  """
+
+  words: tuple[str, ...]
+  shape: tuple[int, ...] | None = None
+  equation: Callable[[int], tuple[str, str, str]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerType:
+  """What is registered for a layer class: names of weight and bias, and its layout."""
+
+  weight: str
+  bias: str | None
+  layout: Callable[[nnx.Module], Layout]
+  linear: bool
+
+
+_LAYERS: dict[type, LayerType] = {}
+
+
+def register_layer(
+  cls: type,
+  layout: str | Callable[[nnx.Module], Layout] = 'in out',
+  *,
+  weight: str = 'kernel',
+  bias: str | None = 'bias',
+  linear: bool = True,
+) -> None:
+  """Lets `attach` adapt layers of a class: `peftlab.register_layer(MyLinear, weight='w')`.
+
+  Args:
+    cls: an nnx.Module whose `__call__(x, ...)` multiplies x by one weight.
+    layout: a word per dimension of the weight, 'in' (contracted with the trailing dimensions of x
+      in this order) or 'out'; or a function of the layer.
+    weight: attribute that holds the weight Variable.
+    bias: attribute that holds the bias Variable or None; None: there is no such attribute.
+    linear: False for lookups (embeddings), which 'all-linear' leaves alone.
+
+  Raises:
+    ValueError: not an nnx.Module, or words other than in and out.
+  """
+  if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
+    raise ValueError(f'register_layer takes a subclass of nnx.Module, given {cls!r}.')
+  if isinstance(layout, str):
+    words = tuple(layout.split())
+    if set(words) != {'in', 'out'}:
+      raise ValueError(
+        f"The layout {layout!r} of {cls.__name__} must be made of the words 'in' and 'out', with "
+        'at least one of each.'
+      )
+    found = Layout(words=words, equation=lambda ndim: _trailing(words, ndim))
+    _LAYERS[cls] = LayerType(weight, bias, lambda layer: found, linear)
+  else:
+    _LAYERS[cls] = LayerType(weight, bias, layout, linear)
+
+
+def layer_type(layer: Any) -> LayerType | None:
+  """What is registered for the class of `layer` or the nearest class it extends."""
+  return next((_LAYERS[c] for c in type(layer).__mro__ if c in _LAYERS), None)
+
+
+def _trailing(words: tuple[str, ...], ndim: int) -> tuple[str, str, str]:
+  letters = string.ascii_letters
+  kernel = letters[: len(words)]
+  ins = ''.join(c for c, w in zip(kernel, words, strict=True) if w == 'in')
+  outs = ''.join(c for c, w in zip(kernel, words, strict=True) if w == 'out')
+  free = letters[len(words) : len(words) + ndim - len(ins)]
+  return free + ins, kernel, free + outs
+
+
+def _linear(layer: nnx.Linear) -> Layout:
+  words = ('in', 'out')
+  return Layout(
+    words=words,
+    shape=(layer.in_features, layer.out_features),
+    equation=lambda ndim: _trailing(words, ndim),
+  )
+
+
+def _linear_general(layer: nnx.LinearGeneral) -> Layout:
+  if layer.batch_axis:
+    raise ValueError(f'LinearGeneral with batch_axis {dict(layer.batch_axis)} is not a kernel.')
+  ins, outs = len(layer.in_features), len(layer.out_features)
+
+  def equation(ndim: int) -> tuple[str, str, str]:
+    kernel = string.ascii_letters[: ins + outs]
+    free = iter(string.ascii_letters[ins + outs :])
+    axes = sorted(a % ndim for a in layer.axis)
+    x = [kernel[axes.index(i)] if i in axes else next(free) for i in range(ndim)]
+    rest = ''.join(c for c in x if c not in kernel)
+    return ''.join(x), kernel, rest + kernel[ins:]
+
+  return Layout(
+    words=('in',) * ins + ('out',) * outs,
+    shape=(*layer.in_features, *layer.out_features),
+    equation=equation,
+  )
+
+
+def _einsum(layer: nnx.Einsum) -> Layout:
+  if layer.einsum_str is None:
+    raise ValueError('An nnx.Einsum without an equation of its own cannot be adapted.')
+  x, rest = layer.einsum_str.split(',')
+  kernel, y = rest.split('->')
+  batch = [c for c in kernel if c in x and c in y]
+  lost = [c for c in kernel if c not in x and c not in y]
+  if batch or lost or '...' in kernel:
+    raise ValueError(
+      f'The einsum {layer.einsum_str!r} is not a plain contraction: each letter of its weight must '
+      'be in exactly one of input and output.'
+    )
+
+  def equation(ndim: int) -> tuple[str, str, str]:
+    named = x.replace('...', '')
+    unused = (c for c in string.ascii_letters if c not in x + kernel + y)
+    dots = ''.join(next(unused) for _ in range(ndim - len(named)))
+    return x.replace('...', dots), kernel, y.replace('...', dots)
+
+  words = tuple('in' if c in x else 'out' for c in kernel)
+  return Layout(words=words, shape=tuple(layer.kernel_shape), equation=equation)
+
+
+def _embed(layer: nnx.Embed) -> Layout:
+  return Layout(words=('in', 'out'), shape=(layer.num_embeddings, layer.features))
+
+
+def _conv(layer: nnx.Conv) -> Layout:
+  if layer.feature_group_count != 1 or layer.mask is not None:
+    raise ValueError('A convolution with feature groups or a mask is not one kernel [in, out].')
+  ins = len(layer.kernel_size) + 1
+  return Layout(words=('in',) * ins + ('out',), shape=tuple(layer.kernel_shape))
+
+
+register_layer(nnx.Linear, _linear)
+register_layer(nnx.LinearGeneral, _linear_general)
+register_layer(nnx.Einsum, _einsum)
+register_layer(nnx.Embed, _embed, weight='embedding', bias=None, linear=False)
+register_layer(nnx.Conv, _conv)
+
+
+def as_matrix(weight: jax.Array, words: tuple[str, ...]) -> jax.Array:
+  """A weight with dimensions `words` -> [in, out]."""
+  order = _order(words)
+  ins = [weight.shape[i] for i in order if words[i] == 'in']
+  outs = [weight.shape[i] for i in order if words[i] == 'out']
+  return jnp.transpose(weight, order).reshape(math.prod(ins), math.prod(outs))
+
+
+def from_matrix(
+  matrix: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]
+) -> jax.Array:
+  """[in, out] -> a weight of `shape` with dimensions `words`: inverse of `as_matrix`."""
+  order = _order(words)
+  return jnp.transpose(
+    matrix.reshape([shape[i] for i in order]), [order.index(i) for i in range(len(order))]
+  )
+
+
+def _order(words: tuple[str, ...]) -> list[int]:
+  return [i for i, w in enumerate(words) if w == 'in'] + [
+    i for i, w in enumerate(words) if w == 'out'
+  ]
+
+
+@jax.custom_vjp
+def frozen_dot(x: jax.Array, w: jax.Array) -> jax.Array:
+  """x [..., in] @ w [in, out], keeping for the backward pass only what it needs.
+
+  Where w is not differentiated, x is not kept; w itself is never copied, so a scan over layers
+  hands its own array back to the backward pass.
+  """
+  return x @ w
+
+
+def _frozen_dot_fwd(x: Any, w: Any) -> tuple[jax.Array, tuple]:
+  kept = x.value if w.perturbed else None
+  return x.value @ w.value, (kept, w.value)
+
+
+def _frozen_dot_bwd(kept: tuple, dy: Any) -> tuple:
+  x, w = kept
+  if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+    return None, None
+  dx = dy @ w.T
+  if x is None:
+    return dx, None
+  return dx, rearrange(x, '... i -> (...) i').T @ rearrange(dy, '... o -> (...) o')
+
+
+frozen_dot.defvjp(_frozen_dot_fwd, _frozen_dot_bwd, symbolic_zeros=True)
+
+
+@contextlib.contextmanager
+def swapped(layer: nnx.Module, **values: Any) -> Iterator[None]:
+  """Within the block the named Variables of a layer hold other arrays; then their own again."""
+  kept = {name: getattr(layer, name).get_raw_value() for name in values}
+  try:
+    for name, value in values.items():
+      getattr(layer, name).set_raw_value(value)
+    yield
+  finally:
+    for name, value in kept.items():
+      getattr(layer, name).set_raw_value(value)
+
+
+class View:
+  """One call of one layer: its input as [tokens, in], its output as [tokens, out], and back.
+
+  Args:
+    layer: the layer, with its own Variables.
+    forward: the layer's own `__call__` as a function of its input.
+    inputs: what the layer was called with.
+  """
+
+  def __init__(self, layer: nnx.Module, forward: Callable[[Any], jax.Array], inputs: Any):
+    self.layer, self.forward, self.inputs = layer, forward, inputs
+    found = layer_type(layer)
+    assert found is not None
+    self.names = found
+    self.layout = found.layout(layer)
+    self._bias = getattr(layer, found.bias, None) if found.bias else None
+    self.equation = self.layout.equation(inputs.ndim) if self.layout.equation else None
+
+  @property
+  def kernel(self) -> nnx.Variable:
+    """The Variable that holds the weight."""
+    return getattr(self.layer, self.names.weight)
+
+  def bare(self) -> jax.Array:
+    """The layer's own output without its bias."""
+    if self._bias is None:
+      return self.forward(self.inputs)
+    with swapped(self.layer, **{self.names.bias: jnp.zeros_like(self._bias[...])}):
+      return self.forward(self.inputs)
+
+  def with_kernel(self, matrix: jax.Array) -> jax.Array:
+    """The layer's output [tokens, n] with its kernel exchanged for a matrix [in, n]."""
+    shape = (*self.kernel.shape[:-1], matrix.shape[-1])
+    values = {self.names.weight: from_matrix(matrix, self.layout.words, shape)}
+    if self._bias is not None:
+      values[self.names.bias] = jnp.zeros((matrix.shape[-1],), matrix.dtype)
+    with swapped(self.layer, **values):
+      y = self.forward(self.inputs)
+    return y.reshape(-1, matrix.shape[-1])
+
+  def enter(self, dtype: Any) -> Any:
+    """The input as [tokens, in] (an array, or a `Lazy` for a lookup or a convolution)."""
+    if self.equation is None:
+      return Lazy(self, dtype)
+    x, kernel, y = self.equation
+    free, ins, _ = self._groups()
+    del kernel, y
+    order = [x.index(c) for c in free + ins]
+    size = math.prod(self.inputs.shape[x.index(c)] for c in ins)
+    return jnp.transpose(self.inputs, order).reshape(-1, size).astype(dtype)
+
+  def flatten(self, y: jax.Array) -> jax.Array:
+    """The layer's output -> [tokens, out]."""
+    if self.equation is None:
+      return y.reshape(-1, y.shape[-1])
+    free, _, outs = self._groups()
+    letters = self.equation[2]
+    size = math.prod(y.shape[letters.index(c)] for c in outs)
+    return jnp.transpose(y, [letters.index(c) for c in free + outs]).reshape(-1, size)
+
+  def leave(self, y: jax.Array, like: jax.Array) -> jax.Array:
+    """[tokens, out] -> the layer's output, shaped as `like`, with the layer's bias."""
+    if self.equation is None:
+      return self._add_bias(y.reshape(like.shape), '')
+    free, _, outs = self._groups()
+    letters = self.equation[2]
+    order = free + outs
+    y = y.reshape([like.shape[letters.index(c)] for c in order])
+    return self._add_bias(jnp.transpose(y, [order.index(c) for c in letters]), letters)
+
+  def _groups(self) -> tuple[str, str, str]:
+    _, kernel, y = self.equation
+    words = self.layout.words
+    ins = ''.join(c for c, w in zip(kernel, words, strict=True) if w == 'in')
+    outs = ''.join(c for c, w in zip(kernel, words, strict=True) if w == 'out')
+    return ''.join(c for c in y if c not in outs), ins, outs
+
+  def _add_bias(self, y: jax.Array, letters: str) -> jax.Array:
+    if self._bias is None:
+      return y
+    bias = self._bias[...].astype(y.dtype)
+    if self.equation is None:
+      return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    outs = self._groups()[2]
+    shape = [s if c in outs else 1 for c, s in zip(letters, y.shape, strict=True)]
+    return y + bias.reshape(shape)
+
+
+class Lazy:
+  """The input [tokens, in] of a lookup or a convolution, never made unless something needs it.
+
+  `lazy @ m` runs the layer itself with m [in, n] for its kernel: rows of a table are gathered and
+  windows convolved, not multiplied as one-hot vectors or patches.
+  """
+
+  def __init__(self, view: View, dtype: Any):
+    self._view, self.dtype = view, dtype
+    layout = view.layout
+    sizes = [s for s, w in zip(view.kernel.shape, layout.words, strict=True) if w == 'in']
+    self.ins = math.prod(sizes)
+
+  def __matmul__(self, matrix: jax.Array) -> jax.Array:
+    return self._view.with_kernel(matrix).astype(self.dtype)
+
+  def dense(self) -> jax.Array:
+    """The input as an array [tokens, in]."""
+    return self @ jnp.eye(self.ins, dtype=self.dtype)
+
+  def __mul__(self, other: Any) -> jax.Array:
+    return self.dense() * other
+
+  __rmul__ = __mul__
+
+  def __add__(self, other: Any) -> jax.Array:
+    return self.dense() + other
+
+  __radd__ = __add__
+
+
+def kernel_sizes(words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
+  """{'in': n, 'out': m} of a weight."""
+  sizes = {'in': 1, 'out': 1}
+  for word, size in zip(words, shape, strict=True):
+    sizes[word] *= size
+  return sizes
+
+
+def unknown_layer(cls: type) -> ValueError:
+  """The error for a layer type that nobody registered."""
+  names = [c.__name__ for c in _LAYERS]
+  near = _registry.did_you_mean(cls.__name__, names)
+  return ValueError(
+    f'Layer type {cls.__name__} is not registered{near or "."} Registered: {", ".join(names)}; '
+    'see peftlab.register_layer.'
+  )

@@ -1,0 +1,298 @@
+"""Logical axes -> PartitionSpec -> NamedSharding, fitted leaf by leaf, and what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
+import dataclasses
+import math
+from typing import Any
+
+from flax import nnx
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from peftlab import _parts, _registry
+
+P = PartitionSpec
+Axes = Sequence[str | None]
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+MESH_AXES = ('data', 'fsdp', 'tensor', 'stage', 'expert')
+
+# Several rules for one name are tried in order: the first whose mesh axes are free is taken.
+DEFAULT_RULES: Rules = (
+  ('batch', ('data', 'fsdp')),
+  ('layers', ()),
+  ('embed', ('fsdp',)),
+  ('q_heads', ('tensor',)),
+  ('kv_heads', ('tensor',)),
+  ('mlp', ('tensor',)),
+  ('vocab', ('tensor',)),
+  ('experts', ('expert',)),
+)
+
+_RULES: contextvars.ContextVar[Rules] = contextvars.ContextVar('rules', default=DEFAULT_RULES)
+
+
+@contextlib.contextmanager
+def use_rules(rules: Rules | None) -> Iterator[None]:
+  """Within the block, logical axes are mapped by `rules` (None: as they were)."""
+  token = _RULES.set(current_rules() if rules is None else tuple(rules))
+  try:
+    yield
+  finally:
+    _RULES.reset(token)
+
+
+def current_rules() -> Rules:
+  """The rules in force here."""
+  return _RULES.get()
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+  """A mesh axis that does not divide a dimension of a parameter, so was not used for it.
+
+  Attributes:
+    path: of the array, dotted.
+    dim: the dimension, and `size` its size.
+    axis: the mesh axis, and `axis_size` its size.
+    extra_bytes: what each device holds more than if the axis had divided.
+  """
+
+  path: str
+  dim: int
+  size: int
+  axis: str
+  axis_size: int
+  extra_bytes: int = 0
+
+  def __str__(self) -> str:
+    return (
+      f"{self.path}: axis '{self.axis}' ({self.axis_size}) does not divide dimension {self.dim} "
+      f'({self.size}); +{self.extra_bytes:,} bytes per device'
+    )
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+  """A mesh of Auto axes, {'fsdp': 4, 'tensor': 2} for example.
+
+  Raises:
+    ValueError: an axis name that no rule knows, a size below 1, or a product that is not the
+      number of devices.
+  """
+  for name, size in shape.items():
+    if name not in MESH_AXES:
+      near = _registry.did_you_mean(name, MESH_AXES)
+      raise ValueError(f'No mesh axis {name!r}{near or "."} Axes: {", ".join(MESH_AXES)}.')
+    if size < 1:
+      raise ValueError(f'Mesh axis {name!r} has size {size}; it must be at least 1.')
+  found = list(jax.devices() if devices is None else devices)
+  need = math.prod(shape.values())
+  if need != len(found):
+    given = ' x '.join(f'{n} {s}' for n, s in shape.items()) or '1'
+    raise ValueError(f'Mesh {given} needs {need} devices; there are {len(found)}.')
+  types = (AxisType.Auto,) * len(shape)
+  return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=types, devices=found)
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+  """The mesh axes of one entry of a spec."""
+  if entry is None or entry is P.UNCONSTRAINED:
+    return ()
+  return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _entry(axes: Sequence[str]) -> Any:
+  return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def spec_for(axes: Axes, mesh: Any, rules: Rules | None = None) -> PartitionSpec:
+  """The spec that `rules` give to an array with these logical axes, never dropping for size.
+
+  A mesh axis is used once per array; where it is taken the next rule for that name is tried. A
+  name without a rule is itself a mesh axis or replicated. Axes that the mesh lacks, or has with
+  size 1, are left out.
+  """
+  rules = current_rules() if rules is None else rules
+  used: set[str] = set()
+  entries = []
+  for name in axes:
+    offers = [want for known, want in rules if known == name] or ([(name,)] if name else [])
+    chosen: tuple[str, ...] = ()
+    for want in offers:
+      here = tuple(a for a in want if mesh.shape.get(a, 1) > 1)
+      if here and not used.intersection(here):
+        chosen = here
+        break
+    used.update(chosen)
+    entries.append(_entry(chosen))
+  return P(*entries)
+
+
+def fit_spec(
+  shape: Sequence[int], spec: PartitionSpec, mesh: Any
+) -> tuple[PartitionSpec, list[Dropped]]:
+  """The spec with every mesh axis dropped that does not divide its dimension (law 7).
+
+  Of several axes on one dimension the longest prefix that divides is kept. UNCONSTRAINED entries
+  and `unreduced`/`reduced` sets stay as they are.
+
+  Returns:
+    The spec, one entry per dimension, and what was dropped (with path '').
+
+  Raises:
+    ValueError: the spec is longer than the rank, or names an axis that the mesh lacks.
+  """
+  if len(spec) > len(shape):
+    raise ValueError(f'Spec {spec} has {len(spec)} entries for an array of shape {tuple(shape)}.')
+  entries, dropped = [], []
+  for dim, size in enumerate(shape):
+    entry = spec[dim] if dim < len(spec) else None
+    keep, whole = [], True
+    parts = 1
+    for axis in entry_axes(entry):
+      if axis not in mesh.shape:
+        near = _registry.did_you_mean(axis, mesh.shape)
+        raise ValueError(f'Spec {spec} names {axis!r}, not an axis of the mesh{near or "."}')
+      whole = whole and size % (parts * mesh.shape[axis]) == 0
+      if whole:
+        keep.append(axis)
+        parts *= mesh.shape[axis]
+      else:
+        dropped.append(Dropped('', dim, size, axis, mesh.shape[axis]))
+    entries.append(entry if entry is P.UNCONSTRAINED else _entry(keep))
+  return spec.update(partitions=tuple(entries)), dropped
+
+
+def shards(spec: PartitionSpec, mesh: Any) -> int:
+  """Into how many different pieces a spec cuts an array."""
+  return math.prod(mesh.shape[a] for entry in spec for a in entry_axes(entry))
+
+
+def axes_of(variable: nnx.Variable, shape: Sequence[int], path: str = '') -> Axes | None:
+  """The logical axes a Variable carries (`axes`, or flax's `out_sharding`), one per dimension.
+
+  Raises:
+    ValueError: there are more or fewer of them than dimensions.
+  """
+  metadata = variable.get_metadata()
+  for key in ('axes', 'out_sharding'):
+    axes = metadata.get(key)
+    if isinstance(axes, str):
+      axes = (axes,)
+    if axes is None or not isinstance(axes, (tuple, list, PartitionSpec)):
+      continue
+    if len(axes) != len(shape):
+      raise ValueError(
+        f'{path or type(variable).__name__} has {key} {tuple(axes)} ({len(axes)} names) for shape '
+        f'{tuple(shape)} ({len(shape)} dimensions).'
+      )
+    return tuple(axes)
+  return None
+
+
+def shardings(
+  model: nnx.Module, mesh: jax.sharding.Mesh, rules: Rules | None = None
+) -> tuple[dict[tuple, NamedSharding], list[Dropped]]:
+  """Where each array of a model (concrete or abstract) goes on a mesh, and what was dropped.
+
+  Every array of a composite leaf (codes and scales in one Variable) is fitted to its own shape.
+
+  Returns:
+    {path: NamedSharding or a tree of them}, and the dropped axes, with paths and bytes.
+  """
+  placed, report = {}, []
+  for path, leaf in nnx.iter_graph(model):
+    if not isinstance(leaf, (nnx.Variable, jax.Array, jax.ShapeDtypeStruct)):
+      continue
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    name = _parts.path_name(path)
+
+    def sharding(array: Any, leaf: Any = leaf, name: str = name) -> NamedSharding:
+      shape = array.shape
+      axes = axes_of(leaf, shape, name) if isinstance(leaf, nnx.Variable) else None
+      wanted = spec_for(axes or (), mesh, rules)
+      spec, dropped = fit_spec(shape, wanted, mesh)
+      report.extend(_cost(dropped, name, array, spec, mesh))
+      return NamedSharding(mesh, spec)
+
+    placed[path] = jax.tree.map(sharding, value)
+  return placed, report
+
+
+def _cost(
+  dropped: Iterable[Dropped], path: str, array: Any, spec: PartitionSpec, mesh: Any
+) -> list[Dropped]:
+  held = math.prod(array.shape) * _parts.bits(array.dtype) // 8 // shards(spec, mesh)
+  return [
+    dataclasses.replace(d, path=path, extra_bytes=held - held // d.axis_size) for d in dropped
+  ]
+
+
+def place(
+  model: nnx.Module, mesh: jax.sharding.Mesh, rules: Rules | None = None
+) -> tuple[nnx.Module, list[Dropped]]:
+  """A model whose arrays lie on `mesh` as its metadata and the rules say (others are shared).
+
+  Returns:
+    The new model and the axes that were dropped.
+  """
+  where, dropped = shardings(model, mesh, rules)
+  parts = _parts.split(model)
+
+  def put(tree: Any) -> Any:
+    leaves = {p: jax.device_put(leaf, where[p]) for p, leaf in _parts.flat(tree).items()}
+    return _parts.nest(leaves)
+
+  trees = {n: put(getattr(parts, n)) for n in ('adapter', 'base', 'state')}
+  return _parts.merge(parts.replace(**trees)), dropped
+
+
+def constrain(x: jax.Array, axes: Axes, rules: Rules | None = None) -> jax.Array:
+  """An activation held to the spec of its logical axes; untouched where no mesh is in context.
+
+  The spec is never fitted (GSPMD pads an activation); axes that are manual here are left out.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or len(mesh.explicit_axes):
+    return x
+  spec = spec_for(axes, mesh, rules)
+  manual = set(mesh.manual_axes)
+  spec = P(*(_entry([a for a in entry_axes(e) if a not in manual]) for e in spec))
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def factor_spec(
+  dims: Sequence[str],
+  shape: Sequence[int],
+  kernel: Mapping[str, tuple[str, ...]],
+  mesh: Any,
+  rules: Rules | None = None,
+) -> tuple[PartitionSpec, list[Dropped]]:
+  """The spec of an adapter's array, from its kernel's own.
+
+  'in' and 'out' take the axes of the kernel's contracted and kept dimensions. A kernel that FSDP
+  gathers at use has its factors gathered with it, so a factor with one of the two is stored over
+  all axes that the kernel is stored over; under tensor parallelism alone each factor has its own
+  side only.
+
+  Args:
+    dims: one word per dimension of the array.
+    shape: of the array.
+    kernel: {'in': mesh axes, 'out': mesh axes} of the kernel.
+    mesh: the mesh.
+    rules: what names the axes that shard the batch; default: those in force.
+  """
+  rules = current_rules() if rules is None else rules
+  batch = {a for name, want in rules if name == 'batch' for a in want}
+  both = kernel['in'] + tuple(a for a in kernel['out'] if a not in kernel['in'])
+  spread = bool(batch.intersection(both)) and sum(d in ('in', 'out') for d in dims) == 1
+  entries = []
+  for word in dims:
+    own = kernel.get(word, ())
+    rest = tuple(a for a in both if a not in own) if spread and word in ('in', 'out') else ()
+    entries.append(_entry(own + rest))
+  return fit_spec(shape, P(*entries), mesh)

@@ -1,0 +1,8 @@
+"""Appliers: scan and sequential run a stack of layers in one signature."""
+
+from peftlab.appliers.applier import Applier as Applier
+from peftlab.appliers.applier import Created as Created
+from peftlab.appliers.applier import absorb as absorb
+from peftlab.appliers.applier import get_applier as get_applier
+from peftlab.appliers.scan import Scan as Scan
+from peftlab.appliers.sequential import Sequential as Sequential

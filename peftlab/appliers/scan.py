@@ -1,0 +1,86 @@
+"""The scan applier: one compiled layer, run over the layer axis of a stack."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from peftlab import _parts, _registry, _stack
+from peftlab.appliers import applier, body, remat
+
+
+@_registry.appliers.register('scan')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scan(applier.Applier):
+  """`jax.lax.scan` over the layers: compile time does not grow with their number.
+
+  Base arrays stacked at axis 0 are scanned over where they lie; at another axis each layer reads
+  its slice, so that no transposed copy is made.
+
+  Attributes:
+    remat: what the backward pass recomputes: none, full, dots, dots_no_batch, everything, nothing.
+    unroll: layers per iteration of the compiled loop.
+  """
+
+  remat: str = 'none'
+  unroll: int = 1
+
+  def __post_init__(self):
+    remat.check(self.remat)
+    if self.unroll < 1:
+      raise ValueError(f'Scan(unroll={self.unroll}): it must be at least 1.')
+
+  def apply(
+    self, layers: _parts.Parts, x: Any, body_: applier.Body, *context: Any
+  ) -> tuple[Any, applier.Created]:
+    """See `Applier.apply`."""
+    stacked = _stack.stacked(layers, self.axis)
+    if stacked.length == 0:
+      return x, applier.nothing_created(layers)
+    layer = body.Layer(layers, stacked, body_, context, self.remat)
+    scanned, fixed = _scanned(layers, stacked)
+
+    def step(carry: Any, xs: tuple) -> tuple[Any, body.Leaves]:
+      index, arrays = xs
+      return layer(_one(fixed, stacked, index, arrays), carry)
+
+    xs = (jnp.arange(stacked.length), scanned)
+    x, new = jax.lax.scan(step, x, xs, unroll=self.unroll)
+    return x, layer.created(new)
+
+
+def _scanned(
+  layers: _parts.Parts, stacked: _stack.Stacked
+) -> tuple[body.Leaves, body.Leaves]:
+  """(arrays scanned over, layer axis first; arrays that each layer indexes or all share)."""
+  scanned: body.Leaves = {name: {} for name in body.NAMES}
+  fixed: body.Leaves = {name: {} for name in body.NAMES}
+  for name in body.NAMES:
+    for path, value in _parts.flat(getattr(layers, name)).items():
+      axis = stacked.axes[name][path]
+      if axis is None or (axis and name == 'base'):
+        fixed[name][path] = value
+      else:
+        scanned[name][path] = jax.tree.map(lambda a, axis=axis: jnp.moveaxis(a, axis, 0), value)
+  return scanned, fixed
+
+
+def _one(
+  fixed: body.Leaves, stacked: _stack.Stacked, index: jax.Array, arrays: body.Leaves
+) -> body.Leaves:
+  def take(array: jax.Array, axis: int | None) -> jax.Array:
+    if axis is None:
+      return array
+    return jax.lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
+
+  return {
+    name: arrays[name]
+    | {
+      path: jax.tree.map(lambda a, axis=stacked.axes[name][path]: take(a, axis), value)
+      for path, value in fixed[name].items()
+    }
+    for name in body.NAMES
+  }

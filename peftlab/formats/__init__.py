@@ -1,0 +1,1 @@
+"""Files to plain numpy and back: GGUF, safetensors, HF folders, PEFT adapter folders."""

@@ -1,0 +1,1 @@
+"""Decoders: one model, families as a config and a map of weight names, loaders."""

@@ -1,0 +1,175 @@
+"""The family gemma3: the text models of Gemma 3 (https://arxiv.org/abs/2503.19786)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from peftlab import _registry
+from peftlab.formats.gguf import GGUFFile
+from peftlab.formats.hf_weights import HfWeights
+from peftlab.models import hugging_face, llama
+from peftlab.models.config import DecoderConfig, Rope
+from peftlab.models.families import Family, Fields, Format, WeightMap
+
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+PATTERN = 6  # every sixth layer sees all tokens
+_27B_LAYERS = 62
+
+HF_MODULES = llama.HF_MODULES | {
+  'layers.attn.q_norm': 'model.layers.{layer}.self_attn.q_norm',
+  'layers.attn.k_norm': 'model.layers.{layer}.self_attn.k_norm',
+  'layers.post_attn_norm': 'model.layers.{layer}.post_attention_layernorm',
+  'layers.mlp_norm': 'model.layers.{layer}.pre_feedforward_layernorm',
+  'layers.post_mlp_norm': 'model.layers.{layer}.post_feedforward_layernorm',
+}
+GGUF_MODULES = llama.GGUF_MODULES | {
+  'layers.attn.q_norm': 'blk.{layer}.attn_q_norm',
+  'layers.attn.k_norm': 'blk.{layer}.attn_k_norm',
+  'layers.post_attn_norm': 'blk.{layer}.post_attention_norm',
+  'layers.post_mlp_norm': 'blk.{layer}.post_ffw_norm',
+}
+
+
+def hf_config(source: HfWeights) -> DecoderConfig:
+  """The config of an HF folder with model_type gemma3_text.
+
+  Raises:
+    ValueError: a field that is missing, unknown, or of a value that is not supported.
+  """
+  f = Fields(source.config, f"'{source.directory / 'config.json'}'")
+  embed, bias = f.take('hidden_size', int), f.take('attention_bias', bool, False)
+  rope, local_rope = _hf_ropes(f)
+  layers = f.take('num_hidden_layers', int)
+  config = DecoderConfig(
+    vocab=f.take('vocab_size', int),
+    layers=layers,
+    embed=embed,
+    mlp=f.take('intermediate_size', int),
+    q_heads=f.take('num_attention_heads', int),
+    kv_heads=f.take('num_key_value_heads', int),
+    head_dim=f.take('head_dim', int, 256),
+    max_length=f.take('max_position_embeddings', int, 131_072),
+    norm_eps=f.take('rms_norm_eps', float, 1e-6),
+    activation=f.choose('hidden_activation', hugging_face.ACTIVATIONS, 'gelu_pytorch_tanh'),
+    tied=f.take('tie_word_embeddings', bool, True),
+    rope=rope,
+    local_rope=local_rope,
+    windows=_hf_windows(f, layers),
+    attention_scale=f.take('query_pre_attn_scalar', float, 256.0) ** -0.5,
+    attention_softcap=f.take('attn_logit_softcapping', float, None),
+    logit_softcap=f.take('final_logit_softcapping', float, None),
+    qkv_bias=bias,
+    o_bias=bias,
+    **_always(embed),
+  )
+  f.expect('attention_dropout', 0.0)
+  f.expect('use_bidirectional_attention', False)
+  f.finish(hugging_face.HARMLESS)
+  return config
+
+
+def _always(embed: int) -> dict[str, Any]:
+  """What every Gemma 3 has."""
+  return dict(
+    family='gemma3',
+    norm_unit_offset=True,
+    embed_scale=embed**0.5,
+    qk_norm=True,
+    post_norms=True,
+  )
+
+
+def _hf_windows(f: Fields, layers: int) -> tuple[int, ...]:
+  window = f.take('sliding_window', int, 4096)
+  pattern = f.take('sliding_window_pattern', int, f.take('_sliding_window_pattern', int, PATTERN))
+  sizes = {'sliding_attention': window, 'full_attention': 0}
+  types = f.take('layer_types', list, None)
+  if types is None:
+    return pattern_windows(layers, window, pattern)
+  for name in types:
+    if name not in sizes:
+      near = _registry.did_you_mean(name, sizes)
+      raise ValueError(
+        f'{f.subject} has the layer type {name!r}{near or "."} Supported: {", ".join(sizes)}.'
+      )
+  return tuple(sizes[name] for name in types)
+
+
+def pattern_windows(layers: int, window: int, pattern: int) -> tuple[int, ...]:
+  """Windows where each `pattern`-th layer has none: (w, w, 0, w, ...) for 3."""
+  return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
+
+
+def _hf_ropes(f: Fields) -> tuple[Rope, Rope]:
+  """The rotary embeddings of global and local layers; scaling is the global one's alone."""
+  theta = f.take('rope_theta', float, GLOBAL_THETA)
+  local_theta = f.take('rope_local_base_freq', float, LOCAL_THETA)
+  scaling = f.take('rope_scaling', dict, {})
+  both = Fields(f.take('rope_parameters', dict, {}), f'{f.subject}, rope_parameters')
+  full, local = both.take('full_attention', dict, {}), both.take('sliding_attention', dict, {})
+  both.finish()
+  where = f'{f.subject}, rope'
+  return (
+    hugging_face.read_rope(full | scaling, where, theta=theta),
+    hugging_face.read_rope(local, where, theta=local_theta),
+  )
+
+
+def gguf_config(source: GGUFFile) -> DecoderConfig:
+  """The config of a GGUF file with architecture gemma3.
+
+  Raises:
+    ValueError: a key that is missing, unknown, or of a value that is not supported.
+  """
+  f = llama.gguf_fields(source, 'gemma3')
+  embed, q_heads = f.take('embedding_length', int), f.take('attention.head_count', int)
+  layers, head_dim = f.take('block_count', int), f.take('attention.key_length', int, 256)
+  f.expect('attention.value_length', head_dim)
+  f.expect('rope.dimension_count', head_dim)
+  window = f.take('attention.sliding_window', int)
+  pattern = f.take('attention.sliding_window_pattern', int, PATTERN)
+  # The scale is not in the file. Of the released models only the 27B does not use its head_dim.
+  query_scalar = embed // q_heads if layers == _27B_LAYERS else head_dim
+  config = DecoderConfig(
+    vocab=source.info('token_embd.weight').shape[0],
+    layers=layers,
+    embed=embed,
+    mlp=f.take('feed_forward_length', int),
+    q_heads=q_heads,
+    kv_heads=f.take('attention.head_count_kv', int),
+    head_dim=head_dim,
+    max_length=f.take('context_length', int),
+    norm_eps=f.take('attention.layer_norm_rms_epsilon', float),
+    activation='gelu_tanh',
+    tied='output.weight' not in source,
+    rope=llama.gguf_rope(f, source),
+    local_rope=Rope(theta=f.take('rope.freq_base_swa', float, LOCAL_THETA)),
+    windows=pattern_windows(layers, window, pattern),
+    attention_scale=query_scalar**-0.5,
+    attention_softcap=f.take('attn_logit_softcapping', float, None),
+    logit_softcap=f.take('final_logit_softcapping', float, None),
+    **_always(embed),
+  )
+  f.finish(('vocab_size',))
+  return config
+
+
+def _without_one(path: str, array: np.ndarray, config: DecoderConfig) -> np.ndarray:
+  """Norms in a GGUF file hold 1 + w."""
+  del config
+  return array - 1.0 if path.endswith('.scale') else array
+
+
+FAMILY = Family(
+  formats={
+    'hf': Format(config=hf_config, weights=WeightMap(modules=HF_MODULES)),
+    'gguf': Format(
+      config=gguf_config, weights=WeightMap(modules=GGUF_MODULES, change=_without_one)
+    ),
+  },
+  model_types=('gemma3_text',),
+  architectures=('gemma3',),
+)
+_registry.families.register('gemma3')(FAMILY)

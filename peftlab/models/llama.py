@@ -1,0 +1,158 @@
+"""The family llama: Llama 2 and 3, SmolLM2, and whatever else has their config and weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from peftlab import _registry
+from peftlab.formats.gguf import GGUFFile, undo_rope_permutation
+from peftlab.formats.hf_weights import HfWeights
+from peftlab.models import hugging_face
+from peftlab.models.config import DecoderConfig, Rope
+from peftlab.models.families import Family, Fields, Format, WeightMap
+
+HF_MODULES = {
+  'embed': 'model.embed_tokens',
+  'layers.attn_norm': 'model.layers.{layer}.input_layernorm',
+  'layers.attn.q': 'model.layers.{layer}.self_attn.q_proj',
+  'layers.attn.k': 'model.layers.{layer}.self_attn.k_proj',
+  'layers.attn.v': 'model.layers.{layer}.self_attn.v_proj',
+  'layers.attn.o': 'model.layers.{layer}.self_attn.o_proj',
+  'layers.mlp_norm': 'model.layers.{layer}.post_attention_layernorm',
+  'layers.mlp.gate': 'model.layers.{layer}.mlp.gate_proj',
+  'layers.mlp.up': 'model.layers.{layer}.mlp.up_proj',
+  'layers.mlp.down': 'model.layers.{layer}.mlp.down_proj',
+  'norm': 'model.norm',
+  'head': 'lm_head',
+}
+GGUF_MODULES = {
+  'embed': 'token_embd',
+  'layers.attn_norm': 'blk.{layer}.attn_norm',
+  'layers.attn.q': 'blk.{layer}.attn_q',
+  'layers.attn.k': 'blk.{layer}.attn_k',
+  'layers.attn.v': 'blk.{layer}.attn_v',
+  'layers.attn.o': 'blk.{layer}.attn_output',
+  'layers.mlp_norm': 'blk.{layer}.ffn_norm',
+  'layers.mlp.gate': 'blk.{layer}.ffn_gate',
+  'layers.mlp.up': 'blk.{layer}.ffn_up',
+  'layers.mlp.down': 'blk.{layer}.ffn_down',
+  'norm': 'output_norm',
+  'head': 'output',
+}
+
+
+def hf_config(source: HfWeights) -> DecoderConfig:
+  """The config of an HF folder with model_type llama.
+
+  Raises:
+    ValueError: a field that is missing, unknown, or of a value that is not supported.
+  """
+  f = Fields(source.config, f"'{source.directory / 'config.json'}'")
+  embed, q_heads = f.take('hidden_size', int), f.take('num_attention_heads', int)
+  theta = f.take('rope_theta', float, 10_000.0)
+  rope = f.take('rope_parameters', dict, f.take('rope_scaling', dict, {}))
+  attention_bias, mlp_bias = f.take('attention_bias', bool, False), f.take('mlp_bias', bool, False)
+  config = DecoderConfig(
+    family='llama',
+    vocab=f.take('vocab_size', int),
+    layers=f.take('num_hidden_layers', int),
+    embed=embed,
+    mlp=f.take('intermediate_size', int),
+    q_heads=q_heads,
+    kv_heads=f.take('num_key_value_heads', int, q_heads),
+    head_dim=f.take('head_dim', int, embed // q_heads),
+    max_length=f.take('max_position_embeddings', int),
+    norm_eps=f.take('rms_norm_eps', float),
+    activation=f.choose('hidden_act', hugging_face.ACTIVATIONS, 'silu'),
+    tied=f.take('tie_word_embeddings', bool, False),
+    rope=hugging_face.read_rope(rope, f'{f.subject}, rope', theta=theta),
+    qkv_bias=attention_bias,
+    o_bias=attention_bias,
+    mlp_bias=mlp_bias,
+  )
+  f.expect('pretraining_tp', 1)
+  f.expect('attention_dropout', 0.0)
+  f.finish(hugging_face.HARMLESS)
+  return config
+
+
+def gguf_config(source: GGUFFile) -> DecoderConfig:
+  """The config of a GGUF file with architecture llama.
+
+  Raises:
+    ValueError: a key that is missing, unknown, or of a value that is not supported.
+  """
+  f = gguf_fields(source, 'llama')
+  embed, q_heads = f.take('embedding_length', int), f.take('attention.head_count', int)
+  head_dim = f.take('attention.key_length', int, embed // q_heads)
+  f.expect('attention.value_length', head_dim)
+  f.expect('rope.dimension_count', head_dim)
+  f.expect('expert_count', 0)
+  f.expect('expert_used_count', 0)
+  config = DecoderConfig(
+    family='llama',
+    vocab=source.info('token_embd.weight').shape[0],
+    layers=f.take('block_count', int),
+    embed=embed,
+    mlp=f.take('feed_forward_length', int),
+    q_heads=q_heads,
+    kv_heads=f.take('attention.head_count_kv', int, q_heads),
+    head_dim=head_dim,
+    max_length=f.take('context_length', int),
+    norm_eps=f.take('attention.layer_norm_rms_epsilon', float),
+    tied='output.weight' not in source,
+    rope=gguf_rope(f, source),
+    qkv_bias='blk.0.attn_q.bias' in source,
+    o_bias='blk.0.attn_output.bias' in source,
+    mlp_bias='blk.0.ffn_gate.bias' in source,
+  )
+  f.finish(('vocab_size',))
+  return config
+
+
+def gguf_fields(source: GGUFFile, architecture: str) -> Fields:
+  """The keys of one architecture in a GGUF file, without its name in front."""
+  start = f'{architecture}.'
+  values = {k.removeprefix(start): v for k, v in source.metadata.items() if k.startswith(start)}
+  return Fields(values, f"'{source.path}' ({architecture})")
+
+
+def gguf_rope(fields: Fields, source: GGUFFile) -> Rope:
+  """The rotary embedding of a GGUF file: plain, linear, or with one factor per frequency."""
+  theta = fields.take('rope.freq_base', float, 10_000.0)
+  types = {'none': 'none', 'linear': 'linear'}
+  scaling = fields.choose('rope.scaling.type', types, 'none')
+  factor = fields.take('rope.scaling.factor', float, 1.0)
+  if 'rope_freqs.weight' in source:
+    if scaling != 'none':
+      raise ValueError(f'{fields.subject} has both rope_freqs.weight and {scaling} rope scaling.')
+    factors = tuple(float(x) for x in source['rope_freqs.weight'])
+    return Rope(theta=theta, scaling='factors', factors=factors)
+  return Rope(theta=theta, scaling=scaling, factor=factor)
+
+
+def _unpermute(path: str, array: np.ndarray, config: DecoderConfig) -> np.ndarray:
+  heads = {'layers.attn.q': config.q_heads, 'layers.attn.k': config.kv_heads}
+  module = path.rpartition('.')[0]
+  if module not in heads:
+    return array
+  return undo_rope_permutation(array, n_heads=heads[module])
+
+
+FAMILY = Family(
+  formats={
+    'hf': Format(
+      config=hf_config,
+      weights=WeightMap(
+        modules=HF_MODULES, ignored=(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq',)
+      ),
+    ),
+    'gguf': Format(
+      config=gguf_config,
+      weights=WeightMap(modules=GGUF_MODULES, change=_unpermute, ignored=(r'rope_freqs\.weight',)),
+    ),
+  },
+  model_types=('llama',),
+  architectures=('llama',),
+)
+_registry.families.register('llama')(FAMILY)

@@ -1,0 +1,57 @@
+"""Rotary position embedding: inverse frequencies of a config, and the rotation of heads."""
+
+from __future__ import annotations
+
+import math
+
+from einops import rearrange
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peftlab.models.config import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+  """Radians per token of each rotated pair: float32 [head_dim / 2]."""
+  frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+  if rope.scaling == 'linear':
+    frequencies = frequencies / rope.factor
+  elif rope.scaling == 'factors':
+    frequencies = frequencies / np.asarray(rope.factors, np.float64)
+  elif rope.scaling == 'llama3':
+    frequencies = _llama3(frequencies, rope)
+  return frequencies.astype(np.float32)
+
+
+def _llama3(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
+  """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+
+  Llama 3.1 (https://arxiv.org/abs/2407.21783; `apply_scaling` of its reference code).
+  """
+  turns = rope.original_length * frequencies / (2 * math.pi)  # in the context of pretraining
+  kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+  kept = np.clip(kept, 0, 1)
+  return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def angles(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Cosine and sine, float32 [batch or 1, length, 1, head_dim / 2], of positions [.., length]."""
+  turned = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+  return jnp.cos(turned), jnp.sin(turned)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> jax.Array:
+  """x [batch, length, heads, head_dim] rotated by its positions, in float32, returned as x's dtype.
+
+  Args:
+    x: queries or keys.
+    cos: of `angles`.
+    sin: of `angles`.
+    layout: 'half' rotates dimension i with i + head_dim / 2, 'interleaved' 2 i with 2 i + 1.
+  """
+  pattern = 'b l h (two d) -> two b l h d' if layout == 'half' else 'b l h (d two) -> two b l h d'
+  first, second = rearrange(x.astype(jnp.float32), pattern, two=2)
+  turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
+  there, back = pattern.split(' -> ')
+  return rearrange(turned, f'{back} -> {there}').astype(x.dtype)

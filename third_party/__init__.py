@@ -1,0 +1,1 @@
+"""Shims over other projects, one folder each: the only place that reads private modules."""

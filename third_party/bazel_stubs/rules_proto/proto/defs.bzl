@@ -1,0 +1,5 @@
+def proto_library(**a):
+    pass
+
+def proto_lang_toolchain(**a):
+    pass
