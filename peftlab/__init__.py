@@ -32,3 +32,8 @@ from peftlab._attach import attach as attach
 from peftlab._attach import detach as detach
 from peftlab._attach import disabled as disabled
 from peftlab._report import Report as Report
+
+# Files.
+from peftlab.formats.adapter_folder import load_adapter as load_adapter
+from peftlab.formats.adapter_folder import save_adapter as save_adapter
+

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 from typing import Any, ClassVar, Protocol
 
@@ -116,11 +116,16 @@ class Adapter(abc.ABC):
     identity_at_start: a fresh adapter leaves the output as it was.
     mergeable: `fuse` gives a kernel whose plain matmul equals `apply`.
     embeddings: `apply` also works where the kernel is an embedding table.
+    peft_type: the name of this type in HF PEFT's adapter_config.json, or None; with it come
+      `to_peft` and `from_peft`.
+    peft_fields: the fields that PEFT's config holds.
   """
 
   identity_at_start: ClassVar[bool] = True
   mergeable: ClassVar[bool] = True
   embeddings: ClassVar[bool] = True
+  peft_type: ClassVar[str | None] = None
+  peft_fields: ClassVar[tuple[str, ...]] = ()
 
   @abc.abstractmethod
   def slots(self) -> dict[str, Slot]:
@@ -138,6 +143,24 @@ class Adapter(abc.ABC):
     """
     del w, p
     raise ValueError(f'{type(self).__name__} cannot be merged into a kernel.')
+
+  def to_peft(
+    self, values: Mapping[str, Mapping[str, Any]], *, embeddings: Collection[str] = ()
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config and the tensors of HF PEFT's folder for this adapter.
+
+    Args:
+      values: {layer: {slot: numpy array of one layer}}.
+      embeddings: which of the layers are embeddings.
+    """
+    raise ValueError(f'{type(self).__name__} has no form in HF PEFT.')
+
+  @classmethod
+  def from_peft(
+    cls, config: Mapping[str, Any], tensors: Mapping[str, Any]
+  ) -> tuple[Adapter, dict[str, dict[str, Any]]]:
+    """Inverse of `to_peft`: the adapter, and {layer: {slot: numpy array of one layer}}."""
+    raise ValueError(f'{cls.__name__} has no form in HF PEFT.')
 
   @property
   def stochastic(self) -> bool:

@@ -53,9 +53,23 @@ def attach(
   chosen = _sites.select(every, where, exclude)
   plans = [_plan.plan(site, adapter, name) for site in chosen]
   arrays = _initial.initial_values(plans, adapter, _initial.root_key(rngs))
+  install(plans, adapter, name, arrays)
+  return model, _report.Report.of(every, plans, adapter, name)
+
+
+def install(
+  plans: list[_plan.Plan],
+  adapter: _adapter.Adapter,
+  name: str,
+  arrays: dict[str, dict[str, Any]],
+) -> None:
+  """Gives every planned layer its arrays, {layer: {slot: array}}, in place; checks come first."""
+  for plan in plans:
+    layer = plan.site.layer
+    if not isinstance(layer, _layer.AdaptedLayer) and hasattr(layer, 'adapters'):
+      raise ValueError(f'{plan.site.name} has an attribute `adapters` of its own.')
   for plan in plans:
     _put(plan, adapter, name, arrays[plan.site.name])
-  return model, _report.Report.of(every, plans, adapter, name)
 
 
 def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[str, Any]) -> None:
@@ -67,15 +81,13 @@ def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[st
     variables[slot_name] = kind(arrays[slot_name], **metadata)
   rng = None
   if adapter.stochastic:
-    key = arrays['rng_key']
+    key = arrays.get('rng_key', _initial.site_keys(jax.random.key(0), plan.site))
     count = jnp.zeros(key.shape, jnp.uint32)
     rng = (nnx.RngKey(key, tag='dropout'), nnx.RngCount(count, tag='dropout'))
   attached = _layer.Attached(adapter, name, variables, rng)
   if isinstance(layer, _layer.AdaptedLayer):
     layer.adapters.append(attached)
   else:
-    if hasattr(layer, 'adapters'):
-      raise ValueError(f'{plan.site.name} has an attribute `adapters` of its own.')
     layer.__class__ = _layer.adapted_class(type(layer))
     layer.adapters = nnx.List([attached])
 
@@ -91,7 +103,8 @@ def names(model: nnx.Module) -> tuple[str, ...]:
   return tuple(dict.fromkeys(found))
 
 
-def _require(model: nnx.Module, name: str) -> None:
+def require(model: nnx.Module, name: str) -> None:
+  """Raises ValueError unless the model has an adapter of that name."""
   if name not in names(model):
     near = _registry.did_you_mean(name, names(model))
     have = ', '.join(names(model)) or 'none'
@@ -105,7 +118,7 @@ def detach(model: nnx.Module, name: str | None = None) -> nnx.Module:
     ValueError: the model has no such adapter.
   """
   if name is not None:
-    _require(model, name)
+    require(model, name)
   model = _parts.merge(_parts.split(model))
   for layer in adapted(model).values():
     left = [a for a in layer.adapters if name is not None and a.name != name]
@@ -124,7 +137,7 @@ def activate(model: nnx.Module, *active: str) -> None:
     ValueError: the model has no adapter of that name; nothing is switched.
   """
   for name in active:
-    _require(model, name)
+    require(model, name)
   for layer in adapted(model).values():
     for attached in layer.adapters:
       attached.active = attached.name in active

@@ -37,7 +37,7 @@ def initial_values(
   def make(key: jax.Array, weights: dict[str, Any]) -> dict[str, dict[str, jax.Array]]:
     made = {}
     for plan in plans:
-      keys = _site_keys(key, plan.site)
+      keys = site_keys(key, plan.site)
       made[plan.site.name] = {n: _slot_value(plan, n, keys, weights) for n in plan.slots}
       if adapter.stochastic:
         made[plan.site.name]['rng_key'] = _fold_name(keys, 'dropout')
@@ -63,7 +63,7 @@ def _needs_weight(plan: _plan.Plan) -> bool:
   return any(slot.needs_weight for slot in plan.slots.values())
 
 
-def _site_keys(key: jax.Array, site: _sites.Site) -> jax.Array:
+def site_keys(key: jax.Array, site: _sites.Site) -> jax.Array:
   """One key per layer: of the words of the path, then of each layer index, stacked or not."""
   key = _fold_name(key, _parts.path_name(tuple(k for k in site.path if isinstance(k, str))))
   for index in (k for k in site.path if not isinstance(k, str)):

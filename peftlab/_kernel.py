@@ -12,6 +12,7 @@ from typing import Any
 from einops import rearrange
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from peftlab import _registry
@@ -166,6 +167,14 @@ register_layer(nnx.Embed, _embed, weight='embedding', bias=None, linear=False)
 register_layer(nnx.Conv, _conv)
 
 
+OUTPUT = 'layer_output'
+
+
+def keep(y: jax.Array) -> jax.Array:
+  """y, marked as what the remat policy 'outputs' keeps: a product too dear to compute twice."""
+  return checkpoint_name(y, OUTPUT)
+
+
 def as_matrix(weight: jax.Array, words: tuple[str, ...]) -> jax.Array:
   """A weight with dimensions `words` -> [in, out]."""
   order = _order(words)
@@ -272,9 +281,10 @@ class View:
     return y.reshape(-1, matrix.shape[-1])
 
   def enter(self, dtype: Any) -> Any:
-    """The input as [tokens, in] (an array, or a `Lazy` for a lookup or a convolution)."""
+    """The input as [tokens, in]: an array, a convolution's windows, or for a lookup a `Lazy`."""
     if self.equation is None:
-      return Lazy(self, dtype)
+      lazy = Lazy(self, dtype)
+      return lazy.dense() if self.names.linear else lazy
     x, kernel, y = self.equation
     free, ins, _ = self._groups()
     del kernel, y
@@ -320,10 +330,9 @@ class View:
 
 
 class Lazy:
-  """The input [tokens, in] of a lookup or a convolution, never made unless something needs it.
+  """The input [tokens, in] of a lookup, one-hot rows that are never made unless something needs them.
 
-  `lazy @ m` runs the layer itself with m [in, n] for its kernel: rows of a table are gathered and
-  windows convolved, not multiplied as one-hot vectors or patches.
+  `lazy @ m` runs the layer itself with m [in, n] for its kernel: rows of a table are gathered.
   """
 
   def __init__(self, view: View, dtype: Any):

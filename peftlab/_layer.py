@@ -125,7 +125,7 @@ def apply_adapters(
     base.key = attached.next_key()
     changed = attached.adapter.apply(base.inputs, base, attached.values(bare.dtype))
     y = changed if y is None else y + (changed - base(base.inputs))
-  return view.leave(y.astype(bare.dtype), bare)
+  return view.leave(_kernel.keep(y.astype(bare.dtype)), bare)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ FOLDERS = ('peftlab', 'tests', 'tools', 'benchmarks')
 # The root package of each folder's modules: an import of one of these must have a target.
 _OURS = ('peftlab', 'tests', 'tools', 'benchmarks')
 _DATA_SUFFIXES = ('.css', '.html', '.js', '.json', '.svg')
-_DISCOVERED = 'peftlab.plugins'  # its package target brings every module in it
 _ON_CHECKOUT = pathlib.Path('tests/project')  # its tests read the checkout: bazel does not run them
 _HEADER = '# Written by tools/build_files.py from the imports: make build-files.\n'
 _ROOT_BUILD = 'exports_files([\n    "pyproject.toml",\n    "requirements/lock.txt",\n])\n'
@@ -54,8 +53,14 @@ class Targets:
     self.paths = {imports.module_of(path): path for path in self.graph}
     with open(root / 'tools' / 'build_extras.toml', 'rb') as file:
       self.extras: dict[str, dict[str, Any]] = tomllib.load(file)
-    if unknown := sorted(name for name in self.extras if pathlib.Path(name) not in self.graph):
-      raise ValueError(f'tools/build_extras.toml names files that do not exist: {unknown}.')
+    if unknown := sorted(name for name in self.extras if not (root / name).exists()):
+      raise ValueError(f'tools/build_extras.toml: no such file or folder: {", ".join(unknown)}.')
+
+  def extra(self, path: pathlib.Path, key: str) -> list[str]:
+    """What the table says of a file; of a test, also what it says of the folders above it."""
+    above = path.parents if path.name.endswith('_test.py') else ()
+    tables = (self.extras.get(str(place), {}) for place in (path, *above))
+    return [item for table in tables for item in table.get(key, ())]
 
   def modules(self, path: pathlib.Path) -> set[str]:
     """The modules of this checkout that `path` needs, itself left out.
@@ -63,16 +68,23 @@ class Targets:
     Raises:
       ValueError: it imports a module of ours that does not exist.
     """
-    names = set(self.extras.get(str(path), {}).get('deps', ()))
+    names = self._named_at_run_time(path)
     for line in self.graph[path]:
       if line.target.split('.')[0] in _OURS:
         if line.target not in self.paths:
           raise ValueError(f'{path}:{line.line}: imports {line.target}, which does not exist.')
         names.add(line.target)
-    here = imports.module_of(path)
-    if here == _DISCOVERED:
-      names |= {name for name in self.paths if name.startswith(f'{here}.')}
-    return names - {here}
+    return names - {imports.module_of(path)}
+
+  def _named_at_run_time(self, path: pathlib.Path) -> set[str]:
+    found = set()
+    for name in self.extra(path, 'deps'):
+      package, star, _ = name.partition('*')
+      inner = {n for n in self.paths if n.startswith(package) and '.' not in n[len(package) :]}
+      if not (inner if star else name in self.paths):
+        raise ValueError(f'tools/build_extras.toml: {path} needs {name}, which does not exist.')
+      found |= inner if star else {name}
+    return found
 
   def check_cycles(self) -> None:
     """Raises ValueError naming the first cycle of imports."""
@@ -121,11 +133,11 @@ def _rule(kind: str, attributes: dict[str, Any]) -> str:
 def _target(targets: Targets, path: pathlib.Path) -> str:
   """The rule for one file."""
   is_test = path.name.endswith('_test.py')
-  extras = targets.extras.get(str(path), {})
+  size = targets.extras.get(str(path), {}).get('size', 'small')
   name = label_of(path)
   attributes = {
     'name': name.rpartition(':')[2] if ':' in name else path.parent.name,
-    'size': extras.get('size', 'small') if is_test else '',
+    'size': size if is_test else '',
     'testonly': path.parts[0] == 'tests' and not is_test,
     'srcs': [path.name],
     'data': targets.data(path),

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from peftlab import _registry
+from peftlab import _kernel, _registry
 
 POLICIES: dict[str, Any] = {
   'full': None,
+  'outputs': jax.checkpoint_policies.save_only_these_names(_kernel.OUTPUT),
   'dots': jax.checkpoint_policies.dots_saveable,
   'dots_no_batch': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   'everything': jax.checkpoint_policies.everything_saveable,

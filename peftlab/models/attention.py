@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from einops import rearrange
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _parts, _specs
+from peftlab import _kernel, _parts, _specs
 from peftlab.models import rope
 from peftlab.models.config import DecoderConfig
 from peftlab.models.layers import Dense, RMSNorm
@@ -122,7 +125,8 @@ def attend(
 ) -> jax.Array:
   """softmax(mask(cap(scale q k^T))) v, each kv head serving a group of query heads.
 
-  Scores and softmax are float32, the one tensor of [batch, heads, queries, keys] that is kept.
+  Scores and softmax are float32; the weights, in the dtype of v, are the one tensor of
+  [batch, heads, queries, keys] that is kept for the backward pass.
 
   Args:
     q: [batch, queries, q_heads, head_dim].
@@ -135,12 +139,42 @@ def attend(
   Returns:
     [batch, queries, q_heads, head_dim] in the dtype of q.
   """
-  kv_heads = k.shape[2]
-  q = rearrange(q * jnp.asarray(scale, q.dtype), 'b q (h g) d -> b q h g d', h=kv_heads)
-  scores = jnp.einsum('bqhgd,bkhd->bhgqk', q, k, preferred_element_type=jnp.float32)
+  # Plain batched products of [group x queries, head_dim] and [keys, head_dim]: with the group as a
+  # dimension of its own, XLA's CPU backend transposes more and attention takes a quarter longer.
+  kv_heads, groups = k.shape[2], q.shape[2] // k.shape[2]
+  q = rearrange(q * jnp.asarray(scale, q.dtype), 'b q (h g) d -> b h (g q) d', h=kv_heads)
+  k, v = (rearrange(array, 'b k h d -> b h k d') for array in (k, v))
+  scores = jnp.einsum('bhqd,bhkd->bhqk', q, k, preferred_element_type=jnp.float32)
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
-  scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  y = jnp.einsum('bhgqk,bkhd->bqhgd', weights, v)
-  return rearrange(y, 'b q h g d -> b q (h g) d').astype(q.dtype)
+  scores = rearrange(scores, 'b h (g q) k -> b h g q k', g=groups)
+  weights = masked_softmax(scores, mask[:, None, None], v.dtype)
+  y = jnp.einsum('bhqk,bhkd->bhqd', rearrange(weights, 'b h g q k -> b h (g q) k'), v)
+  return rearrange(y, 'b h (g q) d -> b q (h g) d', g=groups).astype(q.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def masked_softmax(scores: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
+  """Softmax over the last axis where `mask` is true, computed in float32, returned as `dtype`.
+
+  Its own gradient rule keeps the result and nothing else: 12 to 20 % less time for all of attention
+  on CPU than where the mask is differentiated through.
+  """
+  scores = jnp.where(mask, scores.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+  return jax.nn.softmax(scores, axis=-1).astype(dtype)
+
+
+def _softmax_forward(scores: jax.Array, mask: jax.Array, dtype: Any) -> tuple:
+  weights = masked_softmax(scores, mask, dtype)
+  return weights, (weights, jnp.zeros((0,), scores.dtype))
+
+
+def _softmax_backward(dtype: Any, kept: tuple, change: jax.Array) -> tuple:
+  del dtype
+  weights, like = kept
+  weights, change = weights.astype(jnp.float32), change.astype(jnp.float32)
+  scores = weights * (change - jnp.sum(weights * change, axis=-1, keepdims=True))
+  return scores.astype(like.dtype), None
+
+
+masked_softmax.defvjp(_softmax_forward, _softmax_backward)

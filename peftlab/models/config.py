@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 import dataclasses
+import math
 from typing import Any
 
 from peftlab import _registry
@@ -25,7 +26,8 @@ def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
 def _check_positive(owner: Any, *names: str, kind: type | tuple = int) -> None:
   for name in names:
     value = getattr(owner, name)
-    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
       what = 'an integer' if kind is int else 'a number'
       raise ValueError(f'{type(owner).__name__}.{name} is {value!r}; it must be {what} above 0.')
 

@@ -145,7 +145,9 @@ class Decoder(nnx.Module):
     x = self.embed(tokens)
     x = x * jnp.asarray(self.config.embed_scale, x.dtype)
     x = _specs.constrain(x, ('batch', 'length', 'embed'))
-    x, self.layers = self.applier.run(self.layers, x, run_block, positions, segment_ids)
+    x, layers = self.applier.run(self.layers, x, run_block, positions, segment_ids)
+    if layers is not self.layers:  # a layer made or replaced a Variable
+      self.layers = layers
     return self.norm(x)
 
   def logits(self, hidden: jax.Array) -> jax.Array:

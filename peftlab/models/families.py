@@ -13,6 +13,7 @@ from peftlab import _registry
 from peftlab.models.config import DecoderConfig
 
 _NEEDED = object()
+MOST_LAYERS = 2**12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,17 @@ class Fields:
     if type(value) not in kinds:
       expected = ' or '.join(k.__name__ for k in kinds)
       raise ValueError(f'{self.subject} has {name!r} = {value!r}; expected {expected}.')
+    return value
+
+  def count(self, name: str, default: Any = _NEEDED, *, limit: int = 2**24) -> int:
+    """The field `name` as a size, between 1 and `limit`.
+
+    Raises:
+      ValueError: it is absent without a default, no integer, or out of bounds.
+    """
+    value = self.take(name, int, default)
+    if not 1 <= value <= limit:
+      raise ValueError(f'{self.subject} has {name!r} = {value}; expected 1 to {limit}.')
     return value
 
   def choose(self, name: str, choices: Mapping[str, Any], default: str) -> Any:

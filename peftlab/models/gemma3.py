@@ -11,7 +11,7 @@ from peftlab.formats.gguf import GGUFFile
 from peftlab.formats.hf_weights import HfWeights
 from peftlab.models import hugging_face, llama
 from peftlab.models.config import DecoderConfig, Rope
-from peftlab.models.families import Family, Fields, Format, WeightMap
+from peftlab.models.families import MOST_LAYERS, Family, Fields, Format, WeightMap
 
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 PATTERN = 6  # every sixth layer sees all tokens
@@ -39,18 +39,18 @@ def hf_config(source: HfWeights) -> DecoderConfig:
     ValueError: a field that is missing, unknown, or of a value that is not supported.
   """
   f = Fields(source.config, f"'{source.directory / 'config.json'}'")
-  embed, bias = f.take('hidden_size', int), f.take('attention_bias', bool, False)
+  embed, bias = f.count('hidden_size'), f.take('attention_bias', bool, False)
   rope, local_rope = _hf_ropes(f)
-  layers = f.take('num_hidden_layers', int)
+  layers = f.count('num_hidden_layers', limit=MOST_LAYERS)
   config = DecoderConfig(
-    vocab=f.take('vocab_size', int),
+    vocab=f.count('vocab_size'),
     layers=layers,
     embed=embed,
-    mlp=f.take('intermediate_size', int),
-    q_heads=f.take('num_attention_heads', int),
-    kv_heads=f.take('num_key_value_heads', int),
-    head_dim=f.take('head_dim', int, 256),
-    max_length=f.take('max_position_embeddings', int, 131_072),
+    mlp=f.count('intermediate_size'),
+    q_heads=f.count('num_attention_heads'),
+    kv_heads=f.count('num_key_value_heads'),
+    head_dim=f.count('head_dim', 256),
+    max_length=f.count('max_position_embeddings', 131_072),
     norm_eps=f.take('rms_norm_eps', float, 1e-6),
     activation=f.choose('hidden_activation', hugging_face.ACTIVATIONS, 'gelu_pytorch_tanh'),
     tied=f.take('tie_word_embeddings', bool, True),
@@ -82,8 +82,8 @@ def _always(embed: int) -> dict[str, Any]:
 
 
 def _hf_windows(f: Fields, layers: int) -> tuple[int, ...]:
-  window = f.take('sliding_window', int, 4096)
-  pattern = f.take('sliding_window_pattern', int, f.take('_sliding_window_pattern', int, PATTERN))
+  window = f.count('sliding_window', 4096)
+  pattern = f.count('sliding_window_pattern', f.count('_sliding_window_pattern', PATTERN))
   sizes = {'sliding_attention': window, 'full_attention': 0}
   types = f.take('layer_types', list, None)
   if types is None:
@@ -124,23 +124,23 @@ def gguf_config(source: GGUFFile) -> DecoderConfig:
     ValueError: a key that is missing, unknown, or of a value that is not supported.
   """
   f = llama.gguf_fields(source, 'gemma3')
-  embed, q_heads = f.take('embedding_length', int), f.take('attention.head_count', int)
-  layers, head_dim = f.take('block_count', int), f.take('attention.key_length', int, 256)
+  embed, q_heads = f.count('embedding_length'), f.count('attention.head_count')
+  layers, head_dim = f.count('block_count', limit=MOST_LAYERS), f.count('attention.key_length', 256)
   f.expect('attention.value_length', head_dim)
   f.expect('rope.dimension_count', head_dim)
-  window = f.take('attention.sliding_window', int)
-  pattern = f.take('attention.sliding_window_pattern', int, PATTERN)
+  window = f.count('attention.sliding_window')
+  pattern = f.count('attention.sliding_window_pattern', PATTERN)
   # The scale is not in the file. Of the released models only the 27B does not use its head_dim.
   query_scalar = embed // q_heads if layers == _27B_LAYERS else head_dim
   config = DecoderConfig(
     vocab=source.info('token_embd.weight').shape[0],
     layers=layers,
     embed=embed,
-    mlp=f.take('feed_forward_length', int),
+    mlp=f.count('feed_forward_length'),
     q_heads=q_heads,
-    kv_heads=f.take('attention.head_count_kv', int),
+    kv_heads=f.count('attention.head_count_kv'),
     head_dim=head_dim,
-    max_length=f.take('context_length', int),
+    max_length=f.count('context_length'),
     norm_eps=f.take('attention.layer_norm_rms_epsilon', float),
     activation='gelu_tanh',
     tied='output.weight' not in source,

@@ -11,7 +11,7 @@ import numpy as np
 from peftlab import _registry
 from peftlab.formats import files
 from peftlab.models.config import DecoderConfig, Rope
-from peftlab.models.families import Family, Fields, Format, WeightMap
+from peftlab.models.families import MOST_LAYERS, Family, Fields, Format, WeightMap
 
 _CONFIG = '__config__'
 
@@ -57,17 +57,17 @@ def npz_config(source: NpzWeights) -> DecoderConfig:
     ValueError: a field that is missing or unknown.
   """
   f = Fields(source.config, f"'{source.path}': {_CONFIG}")
-  embed, q_heads = f.take('d_model', int), f.take('n_heads', int)
+  embed, q_heads = f.count('d_model'), f.count('n_heads')
   config = DecoderConfig(
     family='glassllm',
-    vocab=f.take('vocab_size', int),
-    layers=f.take('n_layers', int),
+    vocab=f.count('vocab_size'),
+    layers=f.count('n_layers', limit=MOST_LAYERS),
     embed=embed,
     mlp=int(8 * embed / 3),
     q_heads=q_heads,
-    kv_heads=f.take('n_kv_heads', int),
+    kv_heads=f.count('n_kv_heads'),
     head_dim=embed // q_heads,
-    max_length=f.take('max_len', int),
+    max_length=f.count('max_len'),
     norm_eps=f.take('eps', float),
     rope=Rope(theta=f.take('rope_base', float)),
     rope_layout='interleaved',

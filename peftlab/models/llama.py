@@ -9,7 +9,7 @@ from peftlab.formats.gguf import GGUFFile, undo_rope_permutation
 from peftlab.formats.hf_weights import HfWeights
 from peftlab.models import hugging_face
 from peftlab.models.config import DecoderConfig, Rope
-from peftlab.models.families import Family, Fields, Format, WeightMap
+from peftlab.models.families import MOST_LAYERS, Family, Fields, Format, WeightMap
 
 HF_MODULES = {
   'embed': 'model.embed_tokens',
@@ -48,20 +48,20 @@ def hf_config(source: HfWeights) -> DecoderConfig:
     ValueError: a field that is missing, unknown, or of a value that is not supported.
   """
   f = Fields(source.config, f"'{source.directory / 'config.json'}'")
-  embed, q_heads = f.take('hidden_size', int), f.take('num_attention_heads', int)
+  embed, q_heads = f.count('hidden_size'), f.count('num_attention_heads')
   theta = f.take('rope_theta', float, 10_000.0)
   rope = f.take('rope_parameters', dict, f.take('rope_scaling', dict, {}))
   attention_bias, mlp_bias = f.take('attention_bias', bool, False), f.take('mlp_bias', bool, False)
   config = DecoderConfig(
     family='llama',
-    vocab=f.take('vocab_size', int),
-    layers=f.take('num_hidden_layers', int),
+    vocab=f.count('vocab_size'),
+    layers=f.count('num_hidden_layers', limit=MOST_LAYERS),
     embed=embed,
-    mlp=f.take('intermediate_size', int),
+    mlp=f.count('intermediate_size'),
     q_heads=q_heads,
-    kv_heads=f.take('num_key_value_heads', int, q_heads),
-    head_dim=f.take('head_dim', int, embed // q_heads),
-    max_length=f.take('max_position_embeddings', int),
+    kv_heads=f.count('num_key_value_heads', q_heads),
+    head_dim=f.count('head_dim', embed // q_heads),
+    max_length=f.count('max_position_embeddings'),
     norm_eps=f.take('rms_norm_eps', float),
     activation=f.choose('hidden_act', hugging_face.ACTIVATIONS, 'silu'),
     tied=f.take('tie_word_embeddings', bool, False),
@@ -83,8 +83,8 @@ def gguf_config(source: GGUFFile) -> DecoderConfig:
     ValueError: a key that is missing, unknown, or of a value that is not supported.
   """
   f = gguf_fields(source, 'llama')
-  embed, q_heads = f.take('embedding_length', int), f.take('attention.head_count', int)
-  head_dim = f.take('attention.key_length', int, embed // q_heads)
+  embed, q_heads = f.count('embedding_length'), f.count('attention.head_count')
+  head_dim = f.count('attention.key_length', embed // q_heads)
   f.expect('attention.value_length', head_dim)
   f.expect('rope.dimension_count', head_dim)
   f.expect('expert_count', 0)
@@ -92,13 +92,13 @@ def gguf_config(source: GGUFFile) -> DecoderConfig:
   config = DecoderConfig(
     family='llama',
     vocab=source.info('token_embd.weight').shape[0],
-    layers=f.take('block_count', int),
+    layers=f.count('block_count', limit=MOST_LAYERS),
     embed=embed,
-    mlp=f.take('feed_forward_length', int),
+    mlp=f.count('feed_forward_length'),
     q_heads=q_heads,
-    kv_heads=f.take('attention.head_count_kv', int, q_heads),
+    kv_heads=f.count('attention.head_count_kv', q_heads),
     head_dim=head_dim,
-    max_length=f.take('context_length', int),
+    max_length=f.count('context_length'),
     norm_eps=f.take('attention.layer_norm_rms_epsilon', float),
     tied='output.weight' not in source,
     rope=gguf_rope(f, source),

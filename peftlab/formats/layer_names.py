@@ -1,0 +1,116 @@
+"""Names of single layers on disk: per layer whether stacked or not, one canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+from flax import nnx
+import numpy as np
+
+from peftlab import _registry, _sites
+
+Key = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+def canonical(name: str) -> Key:
+  """The words and the layer numbers of a dotted name, in their order.
+
+  `layers.3.q`, `layers_3.q`, `params.layers.3.q` and `q` of layer 3 in a stack `layers` are one:
+  (('layers', 'q'), (3,)).
+  """
+  words: list[str] = []
+  numbers: list[int] = []
+  for part in name.split('.'):
+    match = re.fullmatch(r'(.*?[^\d_])_?(\d+)', part) if '_' in part else None
+    if part.isdigit():
+      numbers.append(int(part))
+    elif match and part.endswith('_' + match[2]):
+      words.append(match[1])
+      numbers.append(int(match[2]))
+    else:
+      words.append(part)
+  if words[:1] == ['params']:
+    words = words[1:]
+  return tuple(words), tuple(numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """One layer of a model.
+
+  Attributes:
+    site: where it is, perhaps in a stack.
+    index: which layer of the stack, one number per stack axis.
+    name: its dotted name, with its numbers behind the first word.
+    hf_name: its name in Hugging Face files, or None.
+  """
+
+  site: _sites.Site
+  index: tuple[int, ...]
+  name: str
+  hf_name: str | None
+
+
+def places(model: nnx.Module) -> dict[Key, Place]:
+  """Every layer of a model that can be adapted, by its canonical name."""
+  hf = getattr(model, 'hf_names', dict)()
+  by_key = {canonical(own): theirs for own, theirs in hf.items()}
+  found = {}
+  for site in _sites.sites(model):
+    for index in itertools.product(*(range(n) for n in site.layers)):
+      name = _name(site.path, index)
+      key = canonical(name)
+      found[key] = Place(site, index, name, by_key.get(key))
+  return found
+
+
+def find(known: dict[Key, Place], name: str) -> Place:
+  """The layer that a name in a file means: our own name of it, or Hugging Face's.
+
+  Raises:
+    ValueError: no such layer; the message has the nearest one.
+  """
+  place = known.get(canonical(name))
+  if place is not None:
+    return place
+  place = next((p for p in known.values() if p.hf_name == name), None)
+  if place is not None:
+    return place
+  names = [p.name for p in known.values()] + [p.hf_name for p in known.values() if p.hf_name]
+  near = _registry.did_you_mean(name, names)
+  raise ValueError(f'The model has no layer {name!r}{near or "."}')
+
+
+def _name(path: tuple, index: tuple[int, ...]) -> str:
+  parts = [str(part) for part in path]
+  at = next((i for i, part in enumerate(path) if isinstance(part, str)), -1) + 1
+  return '.'.join([*parts[:at], *(str(i) for i in index), *parts[at:]])
+
+
+def take(array: np.ndarray, stack: tuple[int, ...], index: tuple[int, ...]) -> np.ndarray:
+  """The array of one layer of a stack."""
+  return np.moveaxis(array, stack, range(len(stack)))[index]
+
+
+def put_together(
+  each: dict[tuple[int, ...], np.ndarray], stack: tuple[int, ...], layers: tuple[int, ...]
+) -> np.ndarray:
+  """{index: array of one layer} -> the stacked array: inverse of `take`."""
+  first = next(iter(each.values()))
+  whole = np.empty((*layers, *first.shape), first.dtype)
+  for index, array in each.items():
+    whole[index] = array
+  return np.moveaxis(whole, range(len(stack)), stack)
+
+
+def by_site(layers: dict[Key, Any], known: dict[Key, Place]) -> Iterator[tuple[_sites.Site, dict]]:
+  """Groups what is given per layer by site, as {index: value}."""
+  grouped: dict[tuple, tuple[_sites.Site, dict]] = {}
+  for key, value in layers.items():
+    place = known[key]
+    grouped.setdefault(place.site.path, (place.site, {}))[1][place.index] = value
+  yield from grouped.values()

@@ -1,0 +1,224 @@
+"""One adapter type under test: models that carry it and what they compute, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from peftlab import _adapter, _attach, _parts
+from peftlab.testing import models, probe
+
+BATCH = 8
+TOLERANCE = 1e-5
+STEP = 0.02  # the length of a step of training
+
+
+class NotApplicable(Exception):  # noqa: N818, it is no error
+  """Raised by a property that says nothing about this adapter; the message says why."""
+
+
+class Case:
+  """An adapter under test. Models and results that several properties need are kept.
+
+  Attributes:
+    adapter: the instance.
+  """
+
+  def __init__(self, adapter: _adapter.Adapter | type):
+    self.adapter = sized(adapter)
+
+  @functools.cached_property
+  def attached(self) -> tuple[nnx.Module, Any]:
+    """(StackModel with a fresh adapter, the report)."""
+    return _attach.attach(base_model(), self.adapter, rngs=0)
+
+  @functools.cached_property
+  def fresh(self) -> _parts.Parts:
+    """StackModel with a fresh adapter."""
+    return _parts.split(self.attached[0])
+
+  @functools.cached_property
+  def random(self) -> _parts.Parts:
+    """StackModel with random values in what training moves."""
+    return randomized(self.fresh)
+
+  @functools.cached_property
+  def results(self) -> tuple[jax.Array, Any, Any]:
+    """(outputs, loss, gradients) of `random` under scan."""
+    return (*outputs_and_gradients(self.random, stack_input()),)
+
+  @functools.cached_property
+  def trained(self) -> _parts.Parts:
+    """`fresh` after 3 steps of training."""
+    return train(self.fresh, stack_input(), steps=3)
+
+  @functools.cached_property
+  def kernel(self) -> probe.Probe:
+    """The adapter at one kernel, with random values."""
+    return probe.probe(self.adapter)
+
+
+def sized(adapter: _adapter.Adapter | type) -> _adapter.Adapter:
+  """An instance for tiny models: a type gets its defaults, but rank 2 where it has a rank.
+
+  Raises:
+    ValueError: the type has a field without default.
+  """
+  if isinstance(adapter, _adapter.Adapter):
+    return adapter
+  empty = [f.name for f in dataclasses.fields(adapter) if _without_default(f)]
+  if empty:
+    raise ValueError(
+      f'{adapter.__name__} has fields without a default: {", ".join(empty)}; give an instance.'
+    )
+  fields = {f.name: f.default for f in dataclasses.fields(adapter)}
+  small = {'rank': 2} if isinstance(fields.get('rank'), int) else {}
+  return adapter(**small)
+
+
+def _without_default(field: dataclasses.Field) -> bool:
+  missing = dataclasses.MISSING
+  return field.init and field.default is missing and field.default_factory is missing
+
+
+@functools.cache
+def base_model(
+  sizes: tuple[int, int] = models.EVEN, applier: Any = 'scan', dtype: Any = None
+) -> nnx.Module:
+  """The StackModel without adapters. One for all cases: nobody may write to it."""
+  return models.StackModel(sizes, applier=applier, dtype=dtype)
+
+
+@functools.cache
+def zoo_model() -> nnx.Module:
+  """The ZooModel without adapters, likewise."""
+  return models.ZooModel()
+
+
+@functools.cache
+def stack_input(width: int = models.EVEN[0]) -> jax.Array:
+  """x [batch, embed]."""
+  return jax.random.normal(jax.random.key(11), (BATCH, width))
+
+
+@functools.cache
+def base_output() -> jax.Array:
+  """What the StackModel computes without adapters."""
+  return forward(_parts.split(base_model()), stack_input())
+
+
+@jax.jit
+def forward(parts: _parts.Parts, x: jax.Array) -> jax.Array:
+  """The model's output."""
+  return _parts.merge(parts)(x)
+
+
+def _loss(adapter: Any, parts: _parts.Parts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  y = _parts.merge(parts.replace(adapter=adapter))(x)
+  target = jnp.flip(x, axis=0)
+  return jnp.mean(jnp.square(y - target).astype(jnp.float32)), y
+
+
+@jax.jit
+def outputs_and_gradients(
+  parts: _parts.Parts, x: jax.Array
+) -> tuple[jax.Array, jax.Array, Any]:
+  """(outputs, loss, gradients of every inexact array of the adapter)."""
+  inexact, rest = partition(parts.adapter)
+  loss = lambda some: _loss(combine(some, rest), parts, x)
+  (value, y), gradients = jax.value_and_grad(loss, has_aux=True)(inexact)
+  return y, value, gradients
+
+
+@functools.partial(jax.jit, static_argnames='steps')
+def _train(adapter: Any, parts: _parts.Parts, x: jax.Array, steps: int) -> Any:
+  for _ in range(steps):
+    inexact, rest = partition(adapter)
+    loss = lambda some, rest=rest: _loss(combine(some, rest), parts, x)
+    gradients, _ = jax.grad(loss, has_aux=True)(inexact)
+    size = STEP / (optax.tree.norm(gradients) + 1e-12)
+    move = lambda a, g, size=size: a - (size * g).astype(a.dtype)
+    adapter = combine(jax.tree.map(move, inexact, gradients), rest)
+  return adapter
+
+
+def train(parts: _parts.Parts, x: jax.Array, *, steps: int) -> _parts.Parts:
+  """The parts after steps of gradient descent on every inexact array of the adapter."""
+  return parts.replace(adapter=_train(parts.adapter, parts, x, steps))
+
+
+def partition(tree: Any) -> tuple[dict[tuple, Any], dict[tuple, Any]]:
+  """(arrays that have gradients, the others) by path."""
+  leaves = _parts.flat(tree)
+  inexact = {p: a for p, a in leaves.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
+  return inexact, {p: a for p, a in leaves.items() if p not in inexact}
+
+
+def combine(some: dict[tuple, Any], others: dict[tuple, Any]) -> Any:
+  """Inverse of `partition`."""
+  return _parts.nest(some | others)
+
+
+def randomized(parts: _parts.Parts, *, seed: int = 3, by: float = 0.1) -> _parts.Parts:
+  """The parts with noise added to every trainable array, the same whatever their layout."""
+  flags = _parts.flat(_parts.trainable(parts))
+  leaves = {}
+  for index, (path, array) in enumerate(sorted(_parts.flat(parts.adapter).items(), key=str)):
+    key = jax.random.fold_in(jax.random.key(seed), index)
+    noisy = probe.add_noise(array, key, by) if flags[path] else array
+    leaves[path] = jax.device_put(noisy, array.sharding)
+  return parts.replace(adapter=_parts.nest(leaves))
+
+
+def slots_of(parts: _parts.Parts) -> dict[tuple, tuple[str, jax.Array]]:
+  """{path: (slot name, array)} of every array of the adapters."""
+  return {path: (path[-1], array) for path, array in _parts.flat(parts.adapter).items()}
+
+
+def assert_close(actual: Any, expected: Any, what: str, *, tolerance: float = TOLERANCE) -> None:
+  """Asserts equality to a relative tolerance, of each array's largest number."""
+
+  def one(a: Any, b: Any) -> None:
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    scale = float(np.max(np.abs(b), initial=0.0))
+    chex.assert_trees_all_close(a, b, rtol=tolerance, atol=tolerance * scale)
+
+  _explained(lambda: jax.tree.map(one, actual, expected), actual, expected, what)
+
+
+def assert_equal(actual: Any, expected: Any, what: str) -> None:
+  """Asserts bitwise equality."""
+  check = lambda: chex.assert_trees_all_equal(actual, expected)
+  _explained(check, actual, expected, what)
+
+
+def _explained(check: Callable[[], Any], actual: Any, expected: Any, what: str) -> None:
+  try:
+    check()
+  except AssertionError as error:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    off = max((distance(a, b) for a, b in pairs), default=0.0)
+    raise AssertionError(f'{what}: off by {off:.2g} of the largest number') from error
+
+
+def distance(a: Any, b: Any) -> float:
+  """The largest difference of two arrays, relative to the largest number of the second."""
+  a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+  scale = float(np.max(np.abs(b), initial=0.0)) or 1.0
+  return float(np.max(np.abs(a - b), initial=0.0)) / scale
+
+
+def assert_differ(actual: Any, expected: Any, what: str, *, by: float = 1e-3) -> None:
+  """Asserts that two arrays are clearly not equal."""
+  off = distance(actual, expected)
+  if not off >= by:
+    raise AssertionError(f'{what}: they differ by {off:.2g} of the largest number')

@@ -1,0 +1,83 @@
+"""Properties of a model with an adapter against its base: at start, switched, detached."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peftlab import _attach, _parts
+from peftlab.testing import case as cases
+
+
+def starts_as_base(case: cases.Case) -> None:
+  """A fresh adapter leaves the output as it was, or says identity_at_start = False and does not."""
+  y, base = cases.forward(case.fresh, cases.stack_input()), cases.base_output()
+  if case.adapter.identity_at_start:
+    cases.assert_close(y, base, 'a fresh adapter against the base')
+  else:
+    cases.assert_differ(y, base, 'identity_at_start is False, but it starts as the base')
+
+
+def random_differs_from_base(case: cases.Case) -> None:
+  """With random values the output is another than the base's."""
+  y = cases.forward(case.random, cases.stack_input())
+  cases.assert_differ(y, cases.base_output(), 'random values against the base')
+
+
+@jax.jit
+def _switched(parts: _parts.Parts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """(output while disabled twice, output after that and after an exception inside)."""
+  model = _parts.merge(parts)
+  with _attach.disabled(model):
+    with _attach.disabled(model):
+      pass
+    inside = model(x)
+  with contextlib.suppress(InterruptedError), _attach.disabled(model):
+    raise InterruptedError
+  return inside, model(x)
+
+
+def disabled_is_base(case: cases.Case) -> None:
+  """Switched off it is exactly the base, also nested; on again, or after an exception, as before."""
+  x = cases.stack_input()
+  on, off = cases.forward(case.random, x), cases.base_output()
+  inside, after = _switched(case.random, x)
+  cases.assert_equal(np.asarray(inside), np.asarray(off), 'disabled, nested, against the base')
+  cases.assert_equal(np.asarray(after), np.asarray(on), 'enabled again against before')
+
+
+def detach_gives_back_base(case: cases.Case) -> None:
+  """Detached it is the base: same names, same count, the very same arrays."""
+  base = cases.base_model()
+  back = _attach.detach(_parts.merge(case.random), 'default')
+  before, after = _parts.split(base), _parts.split(back)
+  assert after.graph == before.graph, 'the graph is another'
+  for name in ('adapter', 'base', 'state'):
+    old, new = _parts.flat(getattr(before, name)), _parts.flat(getattr(after, name))
+    assert old.keys() == new.keys(), f'{name} has {sorted(map(str, new))}'
+    copied = [_parts.path_name(p) for p in old if old[p] is not new[p]]
+    assert not copied, f'{", ".join(copied)} became another array'
+
+
+def keeps_activations_dtype(case: cases.Case) -> None:
+  """In bfloat16 over a float32 base the carry of a scan and the output stay bfloat16, and finite."""
+  dtype = jnp.bfloat16
+  model, _ = _attach.attach(cases.base_model(dtype=dtype), case.adapter)
+  parts = cases.randomized(_parts.split(model))
+  y = cases.forward(parts, cases.stack_input().astype(dtype))
+  assert y.dtype == dtype, f'y is {y.dtype.name}'
+  assert jnp.isfinite(y).all(), 'y is not finite'
+  expected = cases.forward(case.random, cases.stack_input())
+  cases.assert_close(y, expected, 'bfloat16 against float32', tolerance=0.1)
+
+
+CLAIMS = (
+  starts_as_base,
+  random_differs_from_base,
+  disabled_is_base,
+  detach_gives_back_base,
+  keeps_activations_dtype,
+)

@@ -1,0 +1,134 @@
+"""Properties that hold whatever runs the layers: appliers, layer layouts, seeds, names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from peftlab import _attach, _parts, appliers
+from peftlab.testing import case as cases
+from peftlab.testing import models
+
+
+def same_under_every_applier(case: cases.Case) -> None:
+  """Scan, sequential and full remat give equal outputs and adapter gradients."""
+  y, loss, gradients = case.results
+  for applier in (appliers.Sequential(), appliers.Scan(remat='full')):
+    parts = _with_applier(case.random, applier)
+    got = cases.outputs_and_gradients(parts, cases.stack_input())
+    cases.assert_close(got[0], y, f'outputs of {applier} against scan')
+    cases.assert_close(got[1], loss, f'loss of {applier} against scan')
+    for path, gradient in gradients.items():
+      what = f'{_parts.path_name(path)}: gradient of {applier} against scan'
+      cases.assert_close(got[2][path], gradient, what)
+
+
+def _with_applier(parts: _parts.Parts, applier: appliers.Applier) -> _parts.Parts:
+  model = _parts.merge(parts)
+  model.applier = applier
+  return _parts.split(model)
+
+
+def layers_start_differently(case: cases.Case) -> None:
+  """What starts random differs from layer to layer, and from seed to seed."""
+  other, _ = _attach.attach(cases.base_model(), case.adapter, rngs=1)
+  others = _parts.flat(_parts.split(other).adapter)
+  found = 0
+  for path, array in _parts.flat(case.fresh.adapter).items():
+    if case.adapter.slots()[path[-1]].shared or bool(jnp.all(others[path] == array)):
+      continue
+    found += 1
+    name = _parts.path_name(path)
+    assert not bool(jnp.all(array[0] == array[1])), f'{name} starts the same in every layer'
+  if not found:
+    raise cases.NotApplicable('nothing starts random')
+
+
+def same_seed_same_values(case: cases.Case) -> None:
+  """The same seed gives the same first values, whatever the name, other sites and layer layout."""
+  fresh = _parts.flat(case.fresh.adapter)
+  other, _ = _attach.attach(cases.base_model(), case.adapter, where='up', name='other')
+  for path, array in _parts.flat(_parts.split(other).adapter).items():
+    cases.assert_close(array, fresh[path], f'{_parts.path_name(path)}: other name, fewer sites')
+  listed, _ = _attach.attach(models.ListModel(), case.adapter)
+  for path, array in _parts.flat(_parts.split(listed).adapter).items():
+    index, stacked = path[1], fresh[path[:1] + path[2:]]
+    what = f'{_parts.path_name(path)}: list of layers against stack'
+    cases.assert_close(array, stacked[index], what)
+
+
+def base_is_shared(case: cases.Case) -> None:
+  """Attached, trained and called, the model holds the very arrays of the base."""
+  base = models.ListModel()
+  called, _ = _attach.attach(base, case.adapter)
+  called(cases.stack_input())
+  for name, before, after in (
+    ('attach', cases.base_model(), case.fresh),
+    ('3 steps of training', cases.base_model(), case.trained),
+    ('a call', base, called),
+  ):
+    try:
+      _parts.assert_base_shared(before, after)
+    except AssertionError as error:
+      raise AssertionError(f'after {name}: {error}') from error
+
+
+def costs_its_own_bytes(case: cases.Case) -> None:
+  """Each of 3 adapters on one base adds exactly the bytes of its slots."""
+  _, report = case.attached
+  base = _parts.nbytes(cases.base_model())
+  held = [_attach.attach(cases.base_model(), case.adapter, rngs=0)[0] for _ in range(2)]
+  together = [case.fresh, *map(_parts.split, held)]
+  grown = _parts.nbytes([(p.base, p.adapter) for p in together]) - base
+  expected = 3 * report.nbytes
+  assert grown == expected, f'3 adapters of {report.nbytes} bytes added {grown}'
+  counted = sum(
+    array.size * _parts.bits(array.dtype) // 8 for array in jax.tree.leaves(case.fresh.adapter)
+  )
+  assert counted == report.nbytes, f'the report says {report.nbytes} bytes, there are {counted}'
+
+
+def compiles_once(case: cases.Case) -> None:
+  """Another name, seed, value or `initial` field of the same type compiles nothing new."""
+  model = _abstract(cases.base_model())
+  x = cases.stack_input()
+  chex.clear_trace_counter()
+  run = jax.jit(chex.assert_max_traces(_forward, n=1))
+  first = _parts.split(_attach.attach(model, case.adapter)[0])
+  run.trace(first, x)
+  floats = {
+    f.name: 2 * getattr(case.adapter, f.name)
+    for f in dataclasses.fields(case.adapter)
+    if not f.compare and isinstance(getattr(case.adapter, f.name), float)
+  }
+  changed = dataclasses.replace(case.adapter, **floats)
+  for adapter, name, rngs in ((case.adapter, 'other', 5), (changed, 'third', 6)):
+    run.trace(_parts.split(_attach.attach(model, adapter, name=name, rngs=rngs)[0]), x)
+  for parts, what in ((case.fresh, 'fresh'), (case.trained, 'trained')):
+    chex.assert_trees_all_equal_shapes_and_dtypes(parts.adapter, first.adapter)
+    weak = [_parts.path_name(p) for p, a in _parts.flat(parts.adapter).items() if a.weak_type]
+    assert not weak, f'{what} arrays {", ".join(weak)} have a weak type; give init a dtype'
+
+
+def _forward(parts: _parts.Parts, x: jax.Array) -> jax.Array:
+  return _parts.merge(parts)(x)
+
+
+def _abstract(model: nnx.Module) -> nnx.Module:
+  parts = _parts.split(model)
+  shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+  return _parts.merge(parts.replace(base=jax.tree.map(shape, parts.base)))
+
+
+CLAIMS = (
+  same_under_every_applier,
+  layers_start_differently,
+  same_seed_same_values,
+  base_is_shared,
+  costs_its_own_bytes,
+  compiles_once,
+)

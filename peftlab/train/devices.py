@@ -1,0 +1,67 @@
+"""The mesh of a run, and batches on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from peftlab import _specs
+from peftlab.train.config import Experiment, MeshConfig
+
+
+def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
+  """The mesh of a config on the first devices there are; None for a single device.
+
+  Raises:
+    ValueError: there are too few devices, or the rest (-1) is not a whole number.
+  """
+  sizes, devices = dataclasses.asdict(config), jax.devices()
+  fixed = math.prod(size for size in sizes.values() if size > 0)
+  for name, size in sizes.items():
+    if size == -1:
+      if len(devices) % fixed:
+        raise ValueError(
+          f'mesh.{name} is -1, the rest of {len(devices)} devices, which {fixed} does not divide.'
+        )
+      sizes[name] = len(devices) // fixed
+  count = math.prod(sizes.values())
+  if count == 1:
+    return None
+  if count > len(devices):
+    shown = ' x '.join(f'{n} {s}' for n, s in sizes.items())
+    raise ValueError(f'mesh is {shown}, which needs {count} devices; there are {len(devices)}.')
+  return _specs.make_mesh(sizes, devices[:count])
+
+
+@contextlib.contextmanager
+def using(mesh: jax.sharding.Mesh | None) -> Iterator[None]:
+  """Within the block activations are constrained to `mesh`."""
+  with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    yield
+
+
+def place_batch(batch: Mapping[str, Any], mesh: jax.sharding.Mesh | None) -> dict[str, jax.Array]:
+  """[rows, length] arrays on the devices, rows over the axes of 'batch'."""
+  if mesh is None:
+    return {name: jax.device_put(array) for name, array in batch.items()}
+  sharding = NamedSharding(mesh, _specs.spec_for(('batch', 'length'), mesh))
+  return {name: jax.device_put(array, sharding) for name, array in batch.items()}
+
+
+def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh | None) -> None:
+  """Raises ValueError unless the rows of each microbatch divide over the mesh."""
+  if mesh is None:
+    return
+  spec = _specs.spec_for(('batch', 'length'), mesh)
+  parts = _specs.shards(spec, mesh) * experiment.train.accumulate
+  if experiment.data.batch % parts:
+    raise ValueError(
+      f'data.batch is {experiment.data.batch}; on a mesh of {dict(mesh.shape)} with '
+      f'train.accumulate {experiment.train.accumulate} it must be a multiple of {parts}.'
+    )

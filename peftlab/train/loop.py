@@ -1,0 +1,73 @@
+"""The loop: runs trained in turn on one base, until done, diverged, or told to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import signal
+import threading
+from typing import Any
+
+from peftlab.train.progress import Progress
+from peftlab.train.run import Run
+
+# What a process exits with. 42 tells a scheduler to start the same command again.
+EXIT_CODES = {'ok': 0, 'diverged': 1, 'preempted': 42}
+
+
+class Flag:
+  """Set when the process is asked to stop."""
+
+  def __init__(self) -> None:
+    self.is_set = False
+
+
+@contextlib.contextmanager
+def preemption() -> Iterator[Flag]:
+  """Within the block SIGTERM sets a flag instead of ending the process."""
+  flag = Flag()
+  if threading.current_thread() is not threading.main_thread():
+    yield flag
+    return
+
+  def stop(*arguments: Any) -> None:
+    del arguments
+    flag.is_set = True
+
+  before = signal.signal(signal.SIGTERM, stop)
+  try:
+    yield flag
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+def train(runs: Sequence[Run], *, say: Callable[[str], None] = print) -> Progress:
+  """Trains some runs to their end, one update each in turn.
+
+  A run that diverges ends; the others go on. SIGTERM saves all of them and ends the loop.
+
+  Returns:
+    The progress as it ended, with the rate in tokens per second.
+  """
+  with preemption() as stop:
+    for run in runs:
+      if not stop.is_set:
+        run.begin()
+    total = sum(run.experiment.train.steps for run in runs)
+    progress = Progress(total, done=sum(run.step for run in runs), say=say)
+    while not stop.is_set and not all(run.done for run in runs):
+      for run in runs:
+        if not run.done and not stop.is_set:
+          _report(progress, run, run.update())
+    for run in runs:
+      _report(progress, run, run.settle())
+    progress.close()
+    for run in runs:
+      run.finish(preempted=stop.is_set)
+  return progress
+
+
+def _report(progress: Progress, run: Run, ended: list[float]) -> None:
+  data = run.experiment.data
+  for loss in ended:
+    progress.update(run.experiment.name, loss=loss, tokens=data.batch * data.length)

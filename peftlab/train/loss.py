@@ -1,0 +1,101 @@
+"""Cross entropy of the next token under a mask, in chunks, so that no huge logits ever exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+from einops import rearrange
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from peftlab import _parts
+
+Batch = Mapping[str, jax.Array]
+
+# Float32 logits that may exist at once: 128 MiB.
+MOST_LOGITS = 2**25
+
+
+def token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """-log softmax(logits)[target]: logits [..., vocab], targets [...] int -> [...] float32.
+
+  The target's logit is picked by a comparison, not by a gather: its gradient then fuses with the
+  softmax's and no scatter into [..., vocab] is made.
+  """
+  logits = logits.astype(jnp.float32)
+  words = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+  hit = words == targets[..., None]
+  picked = jnp.sum(logits, axis=-1, where=hit)
+  return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def count_tokens(batch: Batch) -> jax.Array:
+  """How many tokens of a batch count in its loss, float32 []."""
+  return jnp.sum(batch['loss_mask'].astype(bool), dtype=jnp.float32)
+
+
+def summed_loss(
+  parts: _parts.Parts, batch: Batch, *, most_logits: int = MOST_LOGITS
+) -> tuple[jax.Array, Any]:
+  """The sum of the losses of all tokens that count, and the model's state after the pass.
+
+  A model with `hidden(tokens, ...)` and `logits(hidden)` has its logits made chunk by chunk along
+  the length, and made again in the backward pass; any other model is called as a whole.
+
+  Args:
+    parts: of a model `model(tokens, positions=..., segment_ids=...) -> logits`.
+    batch: tokens, targets [rows, length] int, loss_mask [rows, length], and where the model is to
+      get them positions, segment_ids [rows, length] int.
+    most_logits: logits that may exist at once.
+
+  Returns:
+    [] float32, and a tree like `parts.state`.
+  """
+  model = _parts.merge(parts)
+  inputs = {name: batch[name] for name in ('positions', 'segment_ids') if name in batch}
+  if not hasattr(model, 'hidden'):
+    logits = model(batch['tokens'], **inputs)
+    return _masked_sum(logits, batch['targets'], batch['loss_mask']), _state(model, parts)
+  hidden = model.hidden(batch['tokens'], **inputs)
+  parts = parts.replace(state=_state(model, parts))
+  return _chunked(parts, hidden, batch['targets'], batch['loss_mask'], most_logits)
+
+
+def _masked_sum(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+  return jnp.sum(token_losses(logits, targets), where=mask.astype(bool))
+
+
+def _state(model: nnx.Module, before: _parts.Parts) -> Any:
+  """The state of `model`, without what the pass sowed."""
+  after = _parts.flat(_parts.split(model).state)
+  return _parts.nest({path: after[path] for path in _parts.flat(before.state)})
+
+
+def _chunked(
+  parts: _parts.Parts, hidden: jax.Array, targets: jax.Array, mask: jax.Array, most_logits: int
+) -> tuple[jax.Array, Any]:
+  def chunk(state: Any, xs: tuple) -> tuple[Any, jax.Array]:
+    model = _parts.merge(parts.replace(state=state))
+    total = _masked_sum(model.logits(xs[0]), xs[1], xs[2])
+    return _state(model, parts), total
+
+  one = jax.eval_shape(lambda p, h: _parts.merge(p).logits(h), parts, hidden[:, :1])
+  chunks = _chunk_count(hidden.shape[1], one.size, most_logits)
+  if chunks == 1:
+    state, total = chunk(parts.state, (hidden, targets, mask))
+    return total, state
+  cut = functools.partial(rearrange, pattern='b (c l) ... -> c b l ...', c=chunks)
+  xs = (cut(hidden), cut(targets), cut(mask))
+  state, totals = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), parts.state, xs)
+  return jnp.sum(totals), state
+
+
+def _chunk_count(length: int, logits_per_column: int, most: int) -> int:
+  """The fewest equal chunks of `length` columns whose logits are at most `most`."""
+  for chunks in range(1, length):
+    if length % chunks == 0 and length // chunks * logits_per_column <= most:
+      return chunks
+  return length

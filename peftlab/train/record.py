@@ -1,0 +1,80 @@
+"""What a run records: its training losses, its held-out losses, its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import pathlib
+import time
+
+import jax
+
+from peftlab import _parts
+from peftlab.train import devices, evaluate, metrics, samples
+from peftlab.train.text import Text
+
+
+class Record:
+  """The record of one run. What an earlier start of it has written is not made again.
+
+  Attributes:
+    name: of the run.
+    folder: its workdir.
+    text: what it is evaluated on.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    folder: pathlib.Path,
+    text: Text,
+    *,
+    mesh: jax.sharding.Mesh | None,
+    say: Callable[[str], None],
+  ):
+    """Opens the files, for appending."""
+    self.name, self.folder, self.text = name, folder, text
+    self._mesh, self._say = mesh, say
+    self._log = metrics.MetricsLog(folder)
+    self._started = time.monotonic()
+
+  def has(self, kind: str, step: int) -> bool:
+    """Whether there is a record of a kind and a step."""
+    return any(r['kind'] == kind and r['step'] == step for r in self.read())
+
+  def read(self) -> list[metrics.Record]:
+    """All of it, see `metrics.read_metrics`."""
+    return metrics.read_metrics(self.folder)
+
+  def train(self, step: int, values: dict[str, float]) -> None:
+    """The metrics of one update, with the seconds since the start of this process's run."""
+    seconds = round(time.monotonic() - self._started, 3)
+    self._log.write('train', step, **values, seconds=seconds)
+
+  def evaluate(self, parts: _parts.Parts, step: int) -> None:
+    """The held-out loss."""
+    if not self.has('eval', step):
+      value = held_out_loss(parts, self.text, self._mesh)
+      self._log.write('eval', step, loss=value)
+      self._say(f'{self.name}: held-out loss {value:.4f} at step {step}')
+
+  def sample(self, parts: _parts.Parts, step: int, *, tokens: int) -> None:
+    """What the model makes of the held-out beginnings, if there are any."""
+    prompts, tokenizer = self.text.prompts, self.text.tokenizer
+    if not prompts or not tokens or self.has('samples', step):
+      return
+    with devices.using(self._mesh):
+      made = samples.continuations(parts, prompts, tokens=tokens, eos_id=tokenizer.eos_id)
+    pairs = zip(prompts, made, strict=True)
+    texts = [{'prompt': tokenizer.decode(p), 'text': tokenizer.decode(ids)} for p, ids in pairs]
+    self._log.write('samples', step, texts=texts)
+
+  def close(self) -> None:
+    """Closes the files."""
+    self._log.close()
+
+
+def held_out_loss(parts: _parts.Parts, text: Text, mesh: jax.sharding.Mesh | None) -> float:
+  """The loss of a model on the held-out batches of a text, nats per token."""
+  batches = [devices.place_batch(batch, mesh) for batch in text.held_out]
+  with devices.using(mesh):
+    return evaluate.held_out_loss(parts, batches)

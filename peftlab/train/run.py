@@ -1,0 +1,230 @@
+"""One run: an adapter in training on a base that it only reads, with its record and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import math
+import os
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax
+
+from peftlab import _attach, _parts
+from peftlab.train import devices, evaluate, fields, step
+from peftlab.train import workdir as workdirs
+from peftlab.train.checkpoints import Checkpoints
+from peftlab.train.config import Experiment
+from peftlab.train.fingerprint import fingerprint
+from peftlab.train.opt_state import StepOptions, init_opt_state, training_parts
+from peftlab.train.record import Record
+from peftlab.train.text import Text
+
+
+class Run:
+  """An adapter in training. Several runs may share one base and are then trained in turn.
+
+  Attributes:
+    experiment: its config.
+    base_model: the model without the adapter.
+    report: the table of sites.
+    record: what it records.
+    batches: the training text, at its position.
+    compiled: the step, one for all runs of one adapter type and rank.
+    status: 'running', 'ok', 'diverged' or 'preempted'.
+    step: updates done.
+  """
+
+  def __init__(
+    self,
+    experiment: Experiment,
+    base_model: nnx.Module,
+    text: Text,
+    *,
+    workdir: str | os.PathLike[str],
+    base_id: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    fallback: bool = False,
+    say: Callable[[str], None] = print,
+  ):
+    """Attaches the adapter and, where the workdir has a checkpoint, continues from the newest.
+
+    Args:
+      experiment: the config.
+      base_model: is not changed, and may be shared.
+      text: see `load_text`.
+      workdir: see `workdir.claimed`.
+      base_id: fingerprint of the base, where it is known.
+      mesh: where the base lies.
+      fallback: a damaged checkpoint is removed, and the one before it used.
+      say: takes lines for a person.
+
+    Raises:
+      ValueError: what the config asks for does not fit the model, or a checkpoint is refused.
+    """
+    devices.check_batch(experiment, mesh)
+    self.experiment, self.base_model = experiment, base_model
+    self.status, self.step = 'running', 0
+    self._mesh, self._say = mesh, say
+    self._pending: tuple[int, step.Metrics] | None = None
+    self._attach()
+    self.batches = text.batches(experiment)
+    folder = pathlib.Path(workdir)
+    workdirs.write_config(folder, experiment)
+    self._store = Checkpoints(
+      folder / workdirs.CHECKPOINTS,
+      config=fields.to_dict(experiment),
+      base=base_id or fingerprint(self._parts.base),
+      keep=experiment.train.keep,
+    )
+    self._resume(fallback)
+    self.record = Record(experiment.name, folder, text, mesh=mesh, say=say)
+
+  def _attach(self) -> None:
+    experiment, train = self.experiment, self.experiment.train
+    model, self.report = _attach.attach(
+      self.base_model,
+      experiment.adapter,
+      where=experiment.where,
+      exclude=experiment.exclude,
+      rngs=experiment.seed,
+      name=experiment.name,
+    )
+    self._evaluated = evaluate.evaluation_parts(model).replace(adapter={})
+    self._parts = training_parts(model)
+    options = StepOptions.of(train)
+    rates = {'learning_rate': train.learning_rate, 'weight_decay': train.weight_decay}
+    self._state = init_opt_state(self._parts, options, **rates)
+    self.compiled = step.step_for(self._parts, self._state, options)
+
+  @property
+  def parts(self) -> _parts.Parts:
+    """The model as it is now, in evaluation mode: the base's own arrays and the adapter's."""
+    return self._evaluated.replace(adapter=self._parts.adapter)
+
+  @property
+  def done(self) -> bool:
+    """Whether there is no update left to do."""
+    return self.status != 'running' or self.step >= self.experiment.train.steps
+
+  def _tree(self) -> dict[str, Any]:
+    return {'adapter': self._parts.adapter, 'opt_state': self._state}
+
+  def _resume(self, fallback: bool) -> None:
+    found = self._store.steps()
+    while found:
+      number = found.pop()
+      try:
+        tree, about = self._store.restore(self._tree(), step=number)
+        self.batches.restore(about['position'])
+      except ValueError as error:
+        if not fallback or not found:
+          older = f' --fallback continues from step {found[-1]}.' if found else ''
+          raise ValueError(f'{error}{older}') from error
+        self._say(f'{error} It is removed; the one of step {found[-1]} is used.')
+        self._store.delete(number)
+        continue
+      self._parts = self._parts.replace(adapter=tree['adapter'])
+      self._state, self.step = tree['opt_state'], number
+      steps = self.experiment.train.steps
+      self._say(f'{self.experiment.name}: continues from step {number} of {steps}')
+      return
+
+  def begin(self) -> None:
+    """Evaluates the base and continues the beginnings, unless an earlier start has done it."""
+    if self.step == 0:
+      parts = self.parts
+      if not type(self.experiment.adapter).identity_at_start:
+        parts = evaluate.evaluation_parts(self.base_model)
+      self.record.evaluate(parts, 0)
+      self._sample(parts)
+
+  def _sample(self, parts: _parts.Parts) -> None:
+    if hasattr(self.base_model, 'init_cache'):
+      tokens = self.experiment.train.sample_tokens
+      self.record.sample(parts, self.step, tokens=tokens)
+
+  def update(self) -> list[float]:
+    """Starts one update, which runs while the next batch is made, and records the one before.
+
+    Returns:
+      The loss of each update that has ended since the last call.
+    """
+    batch = devices.place_batch(next(self.batches), self._mesh)
+    with devices.using(self._mesh):
+      adapter, self._state, values = self.compiled(
+        self._parts.adapter, self._state, self._parts.base, batch
+      )
+    self._parts = self._parts.replace(adapter=adapter)
+    ended = self.settle()
+    self.step += 1
+    self._pending = (self.step, values)
+    evaluates = self._due(self.experiment.train.eval_every)
+    saves = self._due(self.experiment.train.checkpoint_every)
+    if evaluates or saves:
+      ended += self.settle()
+    if evaluates and self.status == 'running':
+      self.record.evaluate(self.parts, self.step)
+    if saves and self.status == 'running':
+      self.save()
+    return ended
+
+  def _due(self, every: int) -> bool:
+    return bool(every) and self.step % every == 0 and not self.done
+
+  def settle(self) -> list[float]:
+    """Waits for the update that was started last and records it.
+
+    A loss that is not finite ends the run: nothing is saved from there on.
+
+    Returns:
+      Its loss, or nothing where none was started.
+    """
+    if self._pending is None:
+      return []
+    number, values = self._pending
+    self._pending = None
+    numbers = {name: float(value) for name, value in values.items()}
+    loss, finite = numbers['loss'], math.isfinite(numbers['loss'])
+    train = self.experiment.train
+    if number % train.log_every == 0 or number in (1, train.steps) or not finite:
+      self.record.train(number, numbers)
+    if not finite and self.status == 'running':
+      self.status = 'diverged'
+      kept = self._store.steps()
+      last = f'the last good checkpoint is that of step {kept[-1]}' if kept else 'none was saved'
+      self._say(f'{self.experiment.name}: the loss is {loss} at step {number}; {last}')
+    return [loss]
+
+  def save(self) -> None:
+    """Writes a checkpoint in the background."""
+    self._store.save(self.step, self._tree(), position=self.batches.state())
+
+  def finish(self, *, preempted: bool = False) -> None:
+    """Ends the run: the last update, the last checkpoint, the last evaluation; all on disk."""
+    self.settle()
+    if self.status == 'running':
+      self.status = 'preempted' if preempted and not self.done else 'ok'
+    if self.status != 'diverged':
+      self.save()
+    if self.status == 'ok':
+      self.record.evaluate(self.parts, self.step)
+      self._sample(self.parts)
+    self.record.close()
+    self._store.close()
+
+  @property
+  def bytes(self) -> dict[str, int]:
+    """Bytes of base, adapter and optimizer, on all devices together."""
+    trees = {
+      'base': self._parts.base,
+      'adapter': self._parts.adapter,
+      'optimizer': self._state.inner,
+    }
+    return {name: _parts.nbytes(tree) for name, tree in trees.items()}
+
+  @property
+  def skipped(self) -> int:
+    """Updates that were left out."""
+    return int(self._state.skipped)

@@ -1,0 +1,183 @@
+"""One update: gradients for the adapter's trainable arrays alone, the base only read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from einops import rearrange
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import optax
+
+from peftlab import _layer, _parts
+from peftlab.train import config, loss, optimizers
+from peftlab.train.opt_state import OptState, StepOptions, combine, optimizer, partition
+
+Tree = Any
+Metrics = dict[str, jax.Array]
+
+
+class Step:
+  """A compiled update: `step(adapter, opt_state, base, batch) -> (adapter, opt_state, metrics)`.
+
+  The first two arguments are donated and come back with the shardings they had; the base is read
+  and never returned.
+
+  Attributes:
+    traces: how often it was traced: 1, however many adapters of one type and rank it trains.
+  """
+
+  def __init__(self, graph: nnx.GraphDef, options: StepOptions, shardings: tuple[Tree, Tree]):
+    self.traces = 0
+    self._graph, self._options = graph, options
+    self._jitted = jax.jit(self._update, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+
+  def __call__(
+    self, adapter: Tree, opt_state: OptState, base: Tree, batch: loss.Batch
+  ) -> tuple[Tree, OptState, Metrics]:
+    """One update; metrics are scalars: loss, grad_norm, tokens, learning_rate, skipped."""
+    return self._jitted(adapter, opt_state, base, batch)
+
+  def lower(self, *arguments: Any) -> Any:
+    """The step lowered for some arguments, or for their shapes."""
+    return self._jitted.lower(*arguments)
+
+  def _update(
+    self, adapter: Tree, opt_state: OptState, base: Tree, batch: loss.Batch
+  ) -> tuple[Tree, OptState, Metrics]:
+    self.traces += 1
+    return update(self._graph, self._options, adapter, opt_state, base, batch)
+
+
+def step_for(parts: _parts.Parts, opt_state: OptState, options: StepOptions) -> Step:
+  """The step for some parts; the same one for every adapter of their type, rank and placement."""
+  where = jax.tree.map(lambda a: a.sharding, (parts.adapter, opt_state))
+  leaves, tree = jax.tree.flatten(where)
+  return _step(parts.graph, options, tuple(leaves), tree)
+
+
+@functools.lru_cache(maxsize=64)
+def _step(graph: nnx.GraphDef, options: StepOptions, leaves: tuple, tree: Any) -> Step:
+  return Step(graph, options, jax.tree.unflatten(tree, leaves))
+
+
+def update(
+  graph: nnx.GraphDef,
+  options: StepOptions,
+  adapter: Tree,
+  opt_state: OptState,
+  base: Tree,
+  batch: loss.Batch,
+) -> tuple[Tree, OptState, Metrics]:
+  """The update that a `Step` compiles, a pure function: what a sweep maps over trials.
+
+  An update whose loss or gradient is not finite, or whose loss is a spike, leaves adapter and
+  moments as they were; it still counts as a step.
+  """
+  parts = _parts.Parts(graph, adapter, base, opt_state.state)
+  trained, frozen = partition(parts)
+  value, grads, state = _gradients(parts, trained, frozen, batch, options.accumulate)
+  norm = optax.tree.norm(grads)
+  rate, new, inner = _optimize(options, parts, trained, grads, opt_state)
+  ok = jnp.isfinite(value) & jnp.isfinite(norm) & ~_spike(value, opt_state, options)
+  changed = dataclasses.replace(
+    opt_state,
+    inner=_where(ok, inner, opt_state.inner),
+    state=state,
+    step=opt_state.step + 1,
+    skipped=opt_state.skipped + (~ok).astype(jnp.int32),
+    average=jnp.where(ok, _running_mean(opt_state.average, value), opt_state.average),
+  )
+  metrics = {
+    'loss': value,
+    'grad_norm': norm,
+    'tokens': loss.count_tokens(batch),
+    'learning_rate': rate,
+    'skipped': (~ok).astype(jnp.int32),
+  }
+  return combine(_where(ok, new, trained), frozen), changed, metrics
+
+
+def _where(ok: jax.Array, new: Tree, old: Tree) -> Tree:
+  return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+def _optimize(
+  options: StepOptions, parts: _parts.Parts, trained: Tree, grads: Tree, opt_state: OptState
+) -> tuple[jax.Array, Tree, Tree]:
+  """(learning rate of this step, new trainable arrays, new inner state)."""
+  schedule = optimizers.schedules.get(options.schedule)(options.steps, options.warmup_steps)
+  with jax.numpy_dtype_promotion('standard'):  # optax mixes int32 counts with floats
+    rate = opt_state.learning_rate * jnp.asarray(schedule(opt_state.step), jnp.float32)
+    found = optimizer(options, rate, opt_state.weight_decay)
+    updates, inner = found.update(grads, opt_state.inner, trained)
+    updates = _scale_roles(parts, updates, options)
+    return rate, optax.apply_updates(trained, updates), inner
+
+
+def _gradients(
+  parts: _parts.Parts, trained: Tree, frozen: Tree, batch: loss.Batch, accumulate: int
+) -> tuple[jax.Array, Tree, Tree]:
+  """(mean loss over the tokens that count, its gradient, the state after), over microbatches."""
+  count = jnp.maximum(loss.count_tokens(batch), 1.0)
+
+  def mean_loss(trained: Tree, state: Tree, rows: loss.Batch) -> tuple[jax.Array, Tree]:
+    model = parts.replace(adapter=combine(trained, frozen), state=state)
+    total, state = loss.summed_loss(model, rows)
+    return total / count, state
+
+  gradient = jax.value_and_grad(mean_loss, has_aux=True)
+  if accumulate == 1:
+    (value, state), grads = gradient(trained, parts.state, batch)
+    return value, grads, state
+
+  def add(carry: tuple, rows: loss.Batch) -> tuple[tuple, None]:
+    value, grads, state = carry
+    (more, state), new = gradient(trained, state, rows)
+    return (value + more, jax.tree.map(jnp.add, grads, new), state), None
+
+  # Row i goes to microbatch i % n, so that the rows of a device stay on it.
+  rows = {k: rearrange(a, '(b n) ... -> n b ...', n=accumulate) for k, a in batch.items()}
+  start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained), parts.state)
+  (value, grads, state), _ = jax.lax.scan(add, start, rows)
+  return value, grads, state
+
+
+def _spike(value: jax.Array, opt_state: OptState, options: StepOptions) -> jax.Array:
+  if not options.spike_skip:
+    return jnp.zeros((), bool)
+  return value > options.spike_skip * opt_state.average  # False while the average is NaN
+
+
+def _running_mean(average: jax.Array, value: jax.Array) -> jax.Array:
+  return jnp.where(jnp.isnan(average), value, 0.9 * average + 0.1 * value)
+
+
+def _scale_roles(parts: _parts.Parts, updates: Tree, options: StepOptions) -> Tree:
+  """Updates times the factor of their role: a learning rate per group, as updates are linear in it.
+
+  Raises:
+    ValueError: a role that no trainable slot has.
+  """
+  rates = config.role_rates(options.role_rates)
+  if not rates:
+    return updates
+  roles = slot_roles(parts)
+  leaves = _parts.flat(updates)
+  fields_of = sorted({roles[path] for path in leaves})
+  for role in rates:
+    config.check_choice('train.role_rates', role, fields_of)
+  return _parts.nest({p: leaf * rates.get(roles[p], 1.0) for p, leaf in leaves.items()})
+
+
+def slot_roles(parts: _parts.Parts) -> dict[tuple, str]:
+  """{path of an adapter array: the role of its slot, or the last word of its path}."""
+  roles = {path: str(path[-1]) for path in _parts.flat(parts.adapter)}
+  for path, node in nnx.iter_graph(_parts.outline(parts)):
+    if isinstance(node, _layer.Attached):
+      for name, slot in node.adapter.slots().items():
+        roles[(*path, name)] = slot.role or name
+  return roles
