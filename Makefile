@@ -26,7 +26,8 @@ test: venv ## Run the tests.
 
 .PHONY: bench
 bench: venv ## Measure the LoRA step against plain JAX, compile time, memory.
-	$(PY) benchmarks/bench.py
+	$(PY) benchmarks/lora_step.py --devices=1
+	$(PY) benchmarks/lora_step.py --devices=8
 
 .PHONY: lint
 lint: venv ## Check format, lint, types, import order and BUILD files.

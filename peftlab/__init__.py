@@ -37,3 +37,5 @@ from peftlab._report import Report as Report
 from peftlab.formats.adapter_folder import load_adapter as load_adapter
 from peftlab.formats.adapter_folder import save_adapter as save_adapter
 
+# Models.
+from peftlab.models.load import load_model as load_model

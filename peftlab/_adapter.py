@@ -176,11 +176,14 @@ def register_adapter(name: str) -> Callable[[type], type]:
   """
 
   def add(cls: type) -> type:
-    frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-    if not (isinstance(cls, type) and issubclass(cls, Adapter) and frozen):
+    own = isinstance(cls, type) and '__dataclass_fields__' in vars(cls)
+    if not (own and issubclass(cls, Adapter) and cls.__dataclass_params__.frozen):
       raise ValueError(
         f'The adapter {name!r} ({cls!r}) must be a frozen dataclass that extends peftlab.Adapter.'
       )
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+      raise ValueError(f'The adapter {name!r} ({cls!r}) lacks {", ".join(missing)}.')
     return _registry.adapters.register(name)(cls)
 
   return add

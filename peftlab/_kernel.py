@@ -227,6 +227,17 @@ def _frozen_dot_bwd(kept: tuple, dy: Any) -> tuple:
 frozen_dot.defvjp(_frozen_dot_fwd, _frozen_dot_bwd, symbolic_zeros=True)
 
 
+def tall(a: jax.Array) -> jax.Array:
+  """a [n, r] itself; its gradient is made as [r, n], which for n > r XLA's CPU backend does faster.
+
+  Without the barrier the compiler folds the transposes into a product of the slow shape: for
+  x [1024, 512] and r = 8 that takes 1.5 ms instead of 0.2.
+  """
+  if a.ndim != 2 or a.shape[0] <= a.shape[1]:
+    return a
+  return jax.lax.optimization_barrier(a.T).T
+
+
 @contextlib.contextmanager
 def swapped(layer: nnx.Module, **values: Any) -> Iterator[None]:
   """Within the block the named Variables of a layer hold other arrays; then their own again."""

@@ -51,7 +51,7 @@ class Attached(nnx.Module):
       variable = getattr(self, name)
       value = variable[...].astype(dtype)
       frozen = isinstance(variable, _parts.AdapterConstant)
-      arrays[name] = jax.lax.stop_gradient(value) if frozen else value
+      arrays[name] = jax.lax.stop_gradient(value) if frozen else _kernel.tall(value)
     return _adapter.Values(arrays)
 
   def next_key(self) -> jax.Array | None:

@@ -251,10 +251,19 @@ def place(
   return _parts.merge(parts.replace(**trees)), dropped
 
 
-def constrain(x: jax.Array, axes: Axes, rules: Rules | None = None) -> jax.Array:
+def constrain(
+  x: jax.Array, axes: Axes, rules: Rules | None = None, *, output: bool = False
+) -> jax.Array:
   """An activation held to the spec of its logical axes; untouched where no mesh is in context.
 
   The spec is never fitted (GSPMD pads an activation); axes that are manual here are left out.
+
+  Args:
+    x: the activation.
+    axes: a logical name per dimension.
+    rules: default: those in force.
+    output: it leaves the compiled function, where JAX takes no padded array: fitted like a
+      parameter.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or len(mesh.explicit_axes):
@@ -262,6 +271,8 @@ def constrain(x: jax.Array, axes: Axes, rules: Rules | None = None) -> jax.Array
   spec = spec_for(axes, mesh, rules)
   manual = set(mesh.manual_axes)
   spec = P(*(_entry([a for a in entry_axes(e) if a not in manual]) for e in spec))
+  if output:
+    spec, _ = fit_spec(x.shape, spec, mesh)
   return jax.lax.with_sharding_constraint(x, spec)
 
 

@@ -13,6 +13,5 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 @pytest.fixture(scope='module')
 def quick_compiles():
   """Programs of this module are compiled with few optimizations: for tests that compile much."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+  with testing.quick_compiles():
+    yield

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import dataclasses
 import os
 import pathlib
+import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+_IMPORT_LINE = re.compile(r'^(import|from) [\w.]+( import .*)?$', re.MULTILINE)
 _SKIPPED = {'__pycache__', 'bazel_stubs'}
 
 
@@ -37,6 +39,8 @@ def module_of(path: pathlib.Path) -> str:
 def imports_of(source: str, known: frozenset[str]) -> list[Import]:
   """Every import statement's modules, those inside functions and `if TYPE_CHECKING` included.
 
+  So are those of a program that a test hands to another process: a string of a few lines.
+
   Args:
     source: the text of a module. Relative imports are not used in this project.
     known: names of the modules that exist here; `from a import b` means `a.b` where that is one.
@@ -49,7 +53,18 @@ def imports_of(source: str, known: frozenset[str]) -> list[Import]:
       for alias in node.names:
         inner = f'{node.module}.{alias.name}'
         found.add(Import(node.lineno, inner if inner in known else node.module))
+  for text in strings_of(source):
+    found |= {Import(1, inner.target) for inner in _imports_of_program(text, known)}
   return sorted(found)
+
+
+def _imports_of_program(text: str, known: frozenset[str]) -> list[Import]:
+  if text.count('\n') < 3 or not _IMPORT_LINE.search(text):
+    return []
+  try:
+    return imports_of(text, known)
+  except SyntaxError:
+    return []  # a text that only looks like a program
 
 
 def graph(*folders: str, root: pathlib.Path = ROOT) -> dict[pathlib.Path, list[Import]]:

@@ -94,12 +94,18 @@ def nothing_created(layers: _parts.Parts) -> Created:
   return Created(layers.graph, (), {}, {}, _parts.flat(layers.state))
 
 
-def get_applier(spec: str | Applier) -> Applier:
-  """An applier from its registered name ('scan'), or the applier given.
+def get_applier(name: str | Applier, **fields: Any) -> Applier:
+  """The applier of a registered name ('scan') with some fields set, or the applier given.
 
   Raises:
-    ValueError: no applier of that name.
+    ValueError: no applier of that name, or it has no such field.
   """
-  return spec if isinstance(spec, Applier) else _registry.appliers.get(spec)()
-
-
+  if isinstance(name, Applier):
+    return dataclasses.replace(name, **fields)
+  cls = _registry.appliers.get(name)
+  known = [field.name for field in dataclasses.fields(cls)]
+  for field in fields:
+    if field not in known:
+      near = _registry.did_you_mean(field, known)
+      raise ValueError(f'The applier {name!r} has no field {field!r}{near or "."}')
+  return cls(**fields)

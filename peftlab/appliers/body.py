@@ -26,6 +26,7 @@ class Layer:
     body: see `Applier.apply`.
     context: likewise.
     policy: what the backward pass recomputes (see `remat`).
+    in_loop: whether one trace runs for every layer.
   """
 
   layers: _parts.Parts
@@ -33,12 +34,13 @@ class Layer:
   body: applier.Body
   context: tuple
   policy: str = 'none'
+  in_loop: bool = False
   graph_after: nnx.GraphDef | None = None
   gone: tuple[tuple[str, tuple], ...] = ()
 
   def __call__(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
     """(arrays of one layer, x) -> (x after it, its new arrays and its whole state)."""
-    return remat.wrap(self._run, self.policy)(leaves, x, self.context)
+    return remat.wrap(self._run, self.policy, in_loop=self.in_loop)(leaves, x, self.context)
 
   def _run(self, leaves: Leaves, x: Any, context: tuple) -> tuple[Any, Leaves]:
     before = _parts.Parts(
@@ -59,13 +61,17 @@ class Layer:
       if name == 'state':
         new[name] = now
         continue
+      old = leaves[name]
       for path, value in now.items():
-        if path in leaves[name] and not _is(value, leaves[name][path]):
+        if path not in old or _is(value, old[path]):
+          continue
+        if _outline(value) == _outline(old[path]):
           raise ValueError(
             f'{_parts.path_name(path)} is a kept {name} array of a layer, and the body changed it '
             'in place; create a new Variable, or keep what changes in state.'
           )
-      new[name] = {path: v for path, v in now.items() if path not in leaves[name]}
+        gone.append((name, path))
+      new[name] = {p: v for p, v in now.items() if p not in old or (name, p) in gone}
     self.gone = tuple(sorted(gone, key=str))
     return new
 
@@ -103,10 +109,10 @@ class Layer:
     model = _parts.merge(_parts.Parts(self.graph_after, **blanks))
     for path, variable in _parts.variables(model).items():
       was = old.get(path)
-      if was is not None and type(was) is type(variable):
+      name = next(n for n in NAMES if path in axes[n] or path in kept[n])
+      if was is not None and type(was) is type(variable) and (name, path) not in self.gone:
         variable.set_metadata(was.get_metadata())
         continue
-      name = next(n for n in NAMES if path in axes[n])
       _stack.add_axis(variable, axes[name][path], 'layers')
     return _parts.split(model).graph
 
@@ -114,6 +120,11 @@ class Layer:
 def _is(a: Any, b: Any) -> bool:
   left, right = jax.tree.leaves(a), jax.tree.leaves(b)
   return len(left) == len(right) and all(x is y for x, y in zip(left, right, strict=True))
+
+
+def _outline(value: Any) -> Any:
+  """Structure, shapes and dtypes: where these are others, a Variable was replaced, not changed."""
+  return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), value)
 
 
 def _same_dtypes(y: Any, x: Any) -> Any:

@@ -31,8 +31,17 @@ def check(policy: str) -> str:
   return policy
 
 
-def wrap(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
-  """`function` under `jax.checkpoint`: 'none' keeps all it needs, 'full' recomputes all."""
+def wrap(
+  function: Callable[..., Any], policy: str, *, in_loop: bool
+) -> Callable[..., Any]:
+  """`function` under `jax.checkpoint`: 'none' keeps all it needs, 'full' recomputes all.
+
+  Args:
+    function: to differentiate.
+    policy: see `POLICIES`.
+    in_loop: it is the body of a compiled loop; elsewhere the compiler must be kept from finding
+      that what is computed again was computed before.
+  """
   if policy == 'none':
     return function
-  return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=False)
+  return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=not in_loop)

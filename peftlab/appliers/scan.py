@@ -21,7 +21,7 @@ class Scan(applier.Applier):
   its slice, so that no transposed copy is made.
 
   Attributes:
-    remat: what the backward pass recomputes: none, full, dots, dots_no_batch, everything, nothing.
+    remat: what the backward pass recomputes: a word of `remat.POLICIES`, or none.
     unroll: layers per iteration of the compiled loop.
   """
 
@@ -40,7 +40,7 @@ class Scan(applier.Applier):
     stacked = _stack.stacked(layers, self.axis)
     if stacked.length == 0:
       return x, applier.nothing_created(layers)
-    layer = body.Layer(layers, stacked, body_, context, self.remat)
+    layer = body.Layer(layers, stacked, body_, context, self.remat, in_loop=True)
     scanned, fixed = _scanned(layers, stacked)
 
     def step(carry: Any, xs: tuple) -> tuple[Any, body.Leaves]:

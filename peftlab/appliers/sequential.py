@@ -18,7 +18,7 @@ class Sequential(applier.Applier):
   """A Python loop over the layers.
 
   Attributes:
-    remat: what the backward pass recomputes: none, full, dots, dots_no_batch, everything, nothing.
+    remat: what the backward pass recomputes: a word of `remat.POLICIES`, or none.
   """
 
   remat: str = 'none'

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import importlib
 import pathlib
 import sys
+import traceback
 
 from peftlab._registry import did_you_mean
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   Returns:
     The exit code: 0 done, 1 diverged, 2 something for the user to mend, 42 stopped and saved.
   """
-  name, *rest = (list(sys.argv[1:] if argv is None else argv) or ['--help'])
+  name, *rest = list(sys.argv[1:] if argv is None else argv) or ['--help']
   try:
     if name in ('--help', '-h', 'help'):
       print(usage())
@@ -53,3 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise
     print(f'peftlab: {" ".join(str(error).split())}', file=sys.stderr)
     return USER_ERROR
+
+
+def _for_user(error: ValueError) -> bool:
+  """Whether peftlab itself raised it; what comes from below is a defect and keeps its traceback."""
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+  return frame.f_globals.get('__name__', '').split('.')[0] == 'peftlab'

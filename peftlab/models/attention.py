@@ -16,6 +16,9 @@ from peftlab.models.config import DecoderConfig
 from peftlab.models.layers import Dense, RMSNorm
 
 
+CACHE_AXES = ('batch', 'length', 'kv_heads', 'head_dim')
+
+
 class Attention(nnx.Module):
   """Causal self-attention (grouped queries: Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
 
@@ -54,7 +57,7 @@ class Attention(nnx.Module):
     c = self.config
     flat = rearrange(x, 'b l e -> (b l) e')
     q, k, v = (_heads(project(flat), x.shape) for project in (self.q, self.k, self.v))
-    if c.qk_norm:
+    if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = rope.angles(positions, self.rope_frequencies[...])
     q = rope.rotate(q, cos, sin, layout=c.rope_layout)
@@ -82,7 +85,8 @@ class Attention(nnx.Module):
     rows = jnp.broadcast_to(jnp.arange(batch)[:, None], where.shape)
     for cache, new in ((self.cached_k, k), (self.cached_v, v)):
       old = cache[...]
-      cache[...] = old.at[rows, where].set(new.astype(old.dtype), mode='drop')
+      filled = old.at[rows, where].set(new.astype(old.dtype), mode='drop')
+      cache[...] = _specs.constrain(filled, CACHE_AXES, output=True)
     # A slot that is not yet written lies behind every query, so causality hides it.
     return self.cached_k[...], self.cached_v[...], jnp.arange(slots)[None, :]
 
@@ -150,6 +154,7 @@ def attend(
   scores = rearrange(scores, 'b h (g q) k -> b h g q k', g=groups)
   weights = masked_softmax(scores, mask[:, None, None], v.dtype)
   y = jnp.einsum('bhqk,bhkd->bhqd', rearrange(weights, 'b h g q k -> b h (g q) k'), v)
+  y = _kernel.keep(y)
   return rearrange(y, 'b h (g q) d -> b q (h g) d', g=groups).astype(q.dtype)
 
 

@@ -161,5 +161,5 @@ class DecoderConfig:
 
   def layer_rope(self, layer: int) -> Rope:
     """The rotary embedding of one layer."""
-    local = bool(self.windows) and self.windows[layer] > 0 and self.local_rope is not None
-    return self.local_rope if local else self.rope
+    local = bool(self.windows) and self.windows[layer] > 0
+    return self.local_rope if local and self.local_rope is not None else self.rope

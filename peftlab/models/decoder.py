@@ -9,7 +9,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _parts, _specs, _stack, appliers
+from peftlab import _parts, _registry, _specs, _stack, appliers
 from peftlab.models import rope
 from peftlab.models.attention import Attention
 from peftlab.models.config import DecoderConfig
@@ -101,9 +101,10 @@ class Decoder(nnx.Module):
     """A decoder with random weights; `peftlab.load_model` makes one from files."""
     dtype = jnp.dtype(config.dtype)
     self.embed = Embedding(config.vocab, config.embed, dtype=dtype, rngs=rngs)
-    self.layers = _stack.stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs=rngs)
+    layers: Any = _stack.stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs=rngs)
     for name, values in layer_constants(config).items():
-      getattr(self.layers.attn, name)[...] = values
+      getattr(layers.attn, name)[...] = values
+    self.layers = layers
     self.norm = _norm(config)
     head = ({'embed': config.embed}, {'vocab': config.vocab})
     self.head = None if config.tied else Dense(*head, dtype=dtype, rngs=rngs)
@@ -154,7 +155,7 @@ class Decoder(nnx.Module):
     """Logits [..., vocab] float32 of hidden states [..., embed]."""
     head = self.embed.attend if self.head is None else self.head
     logits = head(hidden).astype(jnp.float32)
-    logits = _specs.constrain(logits, ('batch', 'length', 'vocab'))
+    logits = _specs.constrain(logits, ('batch', 'length', 'vocab'), output=True)
     cap = self.config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -173,13 +174,31 @@ class Decoder(nnx.Module):
         f'A cache for {batch} texts of {length} tokens was asked for; the batch must be at least '
         f'1 and the length between 1 and max_length ({c.max_length}).'
       )
-    model = _parts.merge(_parts.split(self))
+    model: Any = _parts.merge(_parts.split(self))
     shape = (c.layers, batch, length, c.kv_heads, c.head_dim)
     axes = ('layers', 'batch', 'length', 'kv_heads', 'head_dim')
     for name in ('cached_k', 'cached_v'):
       empty = jnp.zeros(shape, jnp.dtype(c.dtype))
       setattr(model.layers.attn, name, nnx.Cache(empty, axes=axes))
     return model
+
+  def hf_names(self) -> dict[str, str]:
+    """Its modules, layer by layer, -> the names they have in a checkpoint of its family.
+
+    Returns:
+      {'layers.0.attn.q': 'model.layers.0.self_attn.q_proj', ..., 'norm': 'model.norm'}; a tied head
+      has no name.
+    """
+    held = {_parts.path_name(path[:-1]) for path in _parts.variables(self)}
+    family = _registry.families.get(self.config.family)
+    names = {}
+    for ours, theirs in family.adapter_modules.items():
+      if ours in held and '{layer}' not in theirs:
+        names[ours] = theirs
+      elif ours in held:
+        for i in range(self.config.layers):
+          names[ours.replace('layers', f'layers.{i}', 1)] = theirs.format(layer=i)
+    return names
 
   def _positions(
     self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None

@@ -57,6 +57,7 @@ class Dense(nnx.Module):
     """x [..., *in] -> [..., *out], in the dtype of x."""
     contracted = (tuple(range(x.ndim - self.in_dims, x.ndim)), tuple(range(self.in_dims)))
     y = jax.lax.dot_general(x, self.kernel[...].astype(x.dtype), (contracted, ((), ())))
+    y = _kernel.keep(y)
     return y if self.bias is None else add_bias(y, self.bias[...])
 
 
@@ -65,7 +66,7 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
   return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
-def _dense_layout(layer: Dense) -> _kernel.Layout:
+def _dense_layout(layer: Any) -> _kernel.Layout:
   ins, ndim = layer.in_dims, len(layer.shape)
   kernel = string.ascii_letters[:ndim]
 

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _parts, _registry, _specs
+from peftlab import _registry, _specs
 from peftlab.formats import packages
 from peftlab.formats.gguf import GGUFFile
 from peftlab.formats.hf_weights import HfWeights
@@ -36,7 +36,7 @@ def load_model(
   applier: str | Any = 'scan',
   dtype: str = 'float32',
   rules: _specs.Rules | None = None,
-  remat: str = 'none',
+  remat: str | None = None,
 ) -> decoder.Decoder:
   """A decoder with pretrained weights: `model(tokens [batch, length]) -> logits`.
 
@@ -50,7 +50,7 @@ def load_model(
     applier: how the layers are run: a registered name, or an applier.
     dtype: of weights and activations: float32, bfloat16 or float16.
     rules: logical axes -> mesh axes; None: those in force.
-    remat: what an applier given by name recomputes in the backward pass.
+    remat: what an applier given by name recomputes in the backward pass; None: its own default.
 
   Raises:
     ValueError: the source, the applier or the dtype is not known; the config has a field that is
@@ -58,7 +58,8 @@ def load_model(
   """
   check_choice('dtype', dtype, DTYPES)
   if isinstance(applier, str):
-    applier = _registry.appliers.get(applier)(remat=remat)
+    options = {} if remat is None else {'remat': remat}
+    applier = _registry.appliers.get(applier)(**options)
   path = source_path(source)
   chosen, tensors = _open(path)
   config = dataclasses.replace(chosen.config(tensors), dtype=dtype)
@@ -119,22 +120,3 @@ def _format(name: str, given: Any, subject: str, key: str) -> Format:
     near = _registry.did_you_mean(given, known)
     raise ValueError(f'{subject} {given!r}{near or "."} Supported: {", ".join(sorted(known))}.')
   return known[given].formats[name]
-
-
-def hf_names(model: decoder.Decoder) -> dict[str, str]:
-  """A model's modules, layer by layer, -> the names they have in a checkpoint of its family.
-
-  Returns:
-    {'layers.0.attn.q': 'model.layers.0.self_attn.q_proj', ..., 'norm': 'model.norm'}; a tied head
-    has no name.
-  """
-  held = {_parts.path_name(path[:-1]) for path in _parts.variables(model)}
-  names = {}
-  for ours, theirs in _registry.families.get(model.config.family).adapter_modules.items():
-    if ours not in held:
-      continue
-    count = model.config.layers if '{layer}' in theirs else 1
-    for i in range(count):
-      here = ours.replace('layers', f'layers.{i}', 1) if '{layer}' in theirs else ours
-      names[here] = theirs.format(layer=i)
-  return names

@@ -189,8 +189,8 @@ def _put(array: np.ndarray, sharding: Any) -> jax.Array:
   return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def load_weights(
-  model: nnx.Module,
+def load_weights[Model: nnx.Module](
+  model: Model,
   tensors: Tensors,
   *,
   weights: WeightMap,
@@ -199,7 +199,7 @@ def load_weights(
   where: str,
   mesh: jax.sharding.Mesh | None = None,
   rules: _specs.Rules | None = None,
-) -> nnx.Module:
+) -> Model:
   """An abstract model -> the model with its weights from a file and its constants.
 
   Raises:
@@ -213,4 +213,5 @@ def load_weights(
     arrays[path] = value if mesh is None else jax.device_put(value, shardings[path])
   parts = _parts.split(model)
   assert arrays.keys() == _parts.flat(parts.base).keys()
-  return _parts.merge(parts.replace(base=_parts.nest(arrays)))
+  loaded: Any = _parts.merge(parts.replace(base=_parts.nest(arrays)))
+  return loaded

@@ -71,7 +71,7 @@ def sized(adapter: _adapter.Adapter | type) -> _adapter.Adapter:
   """An instance for tiny models: a type gets its defaults, but rank 2 where it has a rank.
 
   Raises:
-    ValueError: the type has a field without default.
+    ValueError: the type has a field without default, or refuses its defaults.
   """
   if isinstance(adapter, _adapter.Adapter):
     return adapter
@@ -82,7 +82,10 @@ def sized(adapter: _adapter.Adapter | type) -> _adapter.Adapter:
     )
   fields = {f.name: f.default for f in dataclasses.fields(adapter)}
   small = {'rank': 2} if isinstance(fields.get('rank'), int) else {}
-  return adapter(**small)
+  try:
+    return adapter(**small)
+  except Exception as error:
+    raise ValueError(f'{adapter.__name__} cannot be made with its defaults: {error}') from error
 
 
 def _without_default(field: dataclasses.Field) -> bool:

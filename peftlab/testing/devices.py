@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import contextlib
+
 import jax
 
 from peftlab import _specs
@@ -31,3 +34,13 @@ def meshes() -> dict[str, jax.sharding.Mesh]:
     f'fsdp{fsdp}_tensor{tensor}': _specs.make_mesh({'fsdp': fsdp, 'tensor': tensor})
     for fsdp, tensor in SHAPES
   }
+
+
+@contextlib.contextmanager
+def quick_compiles() -> Iterator[None]:
+  """Within the block programs are compiled with few optimizations, in half the time."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  try:
+    yield
+  finally:
+    jax.config.update('jax_disable_most_optimizations', False)

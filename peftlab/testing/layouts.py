@@ -34,16 +34,19 @@ def _with_applier(parts: _parts.Parts, applier: appliers.Applier) -> _parts.Part
 
 
 def layers_start_differently(case: cases.Case) -> None:
-  """What starts random differs from layer to layer, and from seed to seed."""
+  """What starts random or from the kernel differs from layer to layer; random values by seed."""
   other, _ = _attach.attach(cases.base_model(), case.adapter, rngs=1)
   others = _parts.flat(_parts.split(other).adapter)
   found = 0
   for path, array in _parts.flat(case.fresh.adapter).items():
-    if case.adapter.slots()[path[-1]].shared or bool(jnp.all(others[path] == array)):
+    slot = case.adapter.slots()[path[-1]]
+    by_seed = not bool(jnp.all(others[path] == array))
+    if slot.shared or not (by_seed or slot.trainable) or jnp.unique(array).size < 3:
       continue
     found += 1
     name = _parts.path_name(path)
     assert not bool(jnp.all(array[0] == array[1])), f'{name} starts the same in every layer'
+    assert by_seed or slot.needs_weight, f'{name} starts the same for every seed'
   if not found:
     raise cases.NotApplicable('nothing starts random')
 

@@ -10,6 +10,7 @@ import time
 from peftlab import _adapter, _registry
 from peftlab.testing import (
   contract,
+  files,
   identity,
   layouts,
   merging,
@@ -20,7 +21,7 @@ from peftlab.testing import (
 )
 from peftlab.testing import case as cases
 
-GROUPS = (contract, identity, layouts, merging, training, several, targets, sharded)
+GROUPS = (contract, identity, layouts, merging, training, several, targets, sharded, files)
 
 
 @dataclasses.dataclass(frozen=True)

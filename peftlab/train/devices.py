@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 import contextlib
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
 
 
 @contextlib.contextmanager
-def using(mesh: jax.sharding.Mesh | None) -> Iterator[None]:
+def using(mesh: jax.sharding.Mesh | None) -> Generator[None]:
   """Within the block activations are constrained to `mesh`."""
   with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
     yield

@@ -192,7 +192,8 @@ def from_dict[T](cls: type[T], data: Any, *, subject: str = 'The config', prefix
   where = f'{subject}: {prefix.removesuffix(".")}' if prefix else subject
   if not isinstance(data, dict):
     raise ValueError(f'{where} is {data!r:.60}; expected an object with the fields of it.')
-  fields = {f.name: f for f in dataclasses.fields(cls)}
+  kind: Any = cls
+  fields = {f.name: f for f in dataclasses.fields(kind)}
   for key in data:
     if key not in fields:
       near = _registry.did_you_mean(key, fields)

@@ -52,11 +52,10 @@ def _summary(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
     places = places * np.uint32(size % 2**32) + index
   total = jnp.sum(word * (2 * places + 1), dtype=jnp.uint32)
-  chosen = np.unique(np.linspace(0, max(array.size - 1, 0), SAMPLE).astype(np.int64))
-  if not array.size:
-    return jnp.zeros((0,), jnp.uint32), total
-  index = tuple(jnp.asarray(i, jnp.int32) for i in np.unravel_index(chosen, array.shape))
-  return (word[index] if array.ndim else word[None]), total
+  chosen = np.unique(np.linspace(0, max(array.size - 1, 0), SAMPLE).astype(np.int64))[: array.size]
+  places_of = np.unravel_index(chosen, array.shape or (1,))
+  index = tuple(jnp.asarray(place, jnp.int32) for place in places_of)
+  return (word if array.ndim else word[None])[index], total
 
 
 def _bits(array: jax.Array) -> jax.Array:

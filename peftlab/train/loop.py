@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 import contextlib
 import signal
 import threading
@@ -23,7 +23,7 @@ class Flag:
 
 
 @contextlib.contextmanager
-def preemption() -> Iterator[Flag]:
+def preemption() -> Generator[Flag]:
   """Within the block SIGTERM sets a flag instead of ending the process."""
   flag = Flag()
   if threading.current_thread() is not threading.main_thread():

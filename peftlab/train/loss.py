@@ -54,7 +54,7 @@ def summed_loss(
   Returns:
     [] float32, and a tree like `parts.state`.
   """
-  model = _parts.merge(parts)
+  model: Any = _parts.merge(parts)
   inputs = {name: batch[name] for name in ('positions', 'segment_ids') if name in batch}
   if not hasattr(model, 'hidden'):
     logits = model(batch['tokens'], **inputs)
@@ -78,11 +78,15 @@ def _chunked(
   parts: _parts.Parts, hidden: jax.Array, targets: jax.Array, mask: jax.Array, most_logits: int
 ) -> tuple[jax.Array, Any]:
   def chunk(state: Any, xs: tuple) -> tuple[Any, jax.Array]:
-    model = _parts.merge(parts.replace(state=state))
+    model: Any = _parts.merge(parts.replace(state=state))
     total = _masked_sum(model.logits(xs[0]), xs[1], xs[2])
     return _state(model, parts), total
 
-  one = jax.eval_shape(lambda p, h: _parts.merge(p).logits(h), parts, hidden[:, :1])
+  def column(parts: _parts.Parts, hidden: jax.Array) -> jax.Array:
+    model: Any = _parts.merge(parts)
+    return model.logits(hidden)
+
+  one = jax.eval_shape(column, parts, hidden[:, :1])
   chunks = _chunk_count(hidden.shape[1], one.size, most_logits)
   if chunks == 1:
     state, total = chunk(parts.state, (hidden, targets, mask))

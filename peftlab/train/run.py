@@ -31,6 +31,7 @@ class Run:
     report: the table of sites.
     record: what it records.
     batches: the training text, at its position.
+    mesh: where the base lies.
     compiled: the step, one for all runs of one adapter type and rank.
     status: 'running', 'ok', 'diverged' or 'preempted'.
     step: updates done.
@@ -66,7 +67,7 @@ class Run:
     devices.check_batch(experiment, mesh)
     self.experiment, self.base_model = experiment, base_model
     self.status, self.step = 'running', 0
-    self._mesh, self._say = mesh, say
+    self.mesh, self._say = mesh, say
     self._pending: tuple[int, step.Metrics] | None = None
     self._attach()
     self.batches = text.batches(experiment)
@@ -151,8 +152,8 @@ class Run:
     Returns:
       The loss of each update that has ended since the last call.
     """
-    batch = devices.place_batch(next(self.batches), self._mesh)
-    with devices.using(self._mesh):
+    batch = devices.place_batch(next(self.batches), self.mesh)
+    with devices.using(self.mesh):
       adapter, self._state, values = self.compiled(
         self._parts.adapter, self._state, self._parts.base, batch
       )
@@ -211,6 +212,10 @@ class Run:
     if self.status == 'ok':
       self.record.evaluate(self.parts, self.step)
       self._sample(self.parts)
+    self.close()
+
+  def close(self) -> None:
+    """Waits for what is being written, and closes the files. Twice does no harm."""
     self.record.close()
     self._store.close()
 

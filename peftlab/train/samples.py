@@ -47,7 +47,7 @@ def _greedy(graph: nnx.GraphDef, tokens: int) -> Any:
   def greedy(
     adapter: Any, base: Any, state: Any, prompts: jax.Array, lengths: jax.Array
   ) -> jax.Array:
-    model = _parts.merge(_parts.Parts(graph, adapter, base, state))
+    model: Any = _parts.merge(_parts.Parts(graph, adapter, base, state))
     batch, longest = prompts.shape
     cached = model.init_cache(batch, longest + tokens)
     places = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), prompts.shape)
@@ -58,7 +58,7 @@ def _greedy(graph: nnx.GraphDef, tokens: int) -> Any:
 
     def next_token(carry: tuple, step: jax.Array) -> tuple[tuple, jax.Array]:
       caches, token = carry
-      model = _parts.merge(whole.replace(state=caches))
+      model: Any = _parts.merge(whole.replace(state=caches))
       positions = (lengths + step)[:, None]
       logits = model.logits(model.hidden(token[:, None], positions=positions))
       return (_parts.split(model).state, _likeliest(logits)), token

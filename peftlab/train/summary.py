@@ -55,7 +55,8 @@ def show(value: Any, digits: int = 4) -> str:
 
 def table(summaries: Sequence[Summary]) -> str:
   """The table at the end of some runs."""
-  rows = [('adapter', 'status', 'steps', 'held out', 'after', 'drop', 'bytes', 'optimizer')]
+  head = ('adapter', 'status', 'steps', 'held out', 'after', 'drop', 'bytes', 'optimizer')
+  rows: list[tuple[str, ...]] = [head]
   for s in summaries:
     numbers = [show(s[k]) for k in ('steps', 'held_out_before', 'held_out_after', 'drop')]
     sizes = [show(s['bytes'][k]) for k in ('adapter', 'optimizer')]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 import fcntl
 import os
@@ -25,7 +25,7 @@ _RUN = (CHECKPOINTS, ADAPTER, SUMMARY, PAGE, metrics.FILE)
 @contextlib.contextmanager
 def claimed(
   folder: str | os.PathLike[str], experiment: Experiment, *, overwrite: bool = False
-) -> Iterator[pathlib.Path]:
+) -> Generator[pathlib.Path]:
   """Within the block the folder is this run's alone. A run of the same config is continued.
 
   A folder that was made for the run and is still empty when the block ends is removed again.
@@ -84,6 +84,7 @@ def _has_content(path: pathlib.Path) -> bool:
 
 def write_config(path: pathlib.Path, experiment: Experiment) -> None:
   """Writes the resolved config, once it is known to make a run."""
+  path.mkdir(parents=True, exist_ok=True)
   content = fields.to_json(experiment).encode()
   files.replace_file(path / CONFIG, lambda file: file.write(content))
 

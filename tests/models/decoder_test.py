@@ -48,6 +48,13 @@ RICH = dataclasses.replace(
 CONFIGS = {'plain': PLAIN, 'rich': RICH}
 
 
+pytestmark = pytest.mark.usefixtures('quick_compiles')
+
+
+def abstract(config):
+  return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
 @functools.cache
 def parts_of(name):
   """A decoder whose every weight counts: norms and biases are random too."""
@@ -84,7 +91,7 @@ def logits_of(model, *args, **kwargs):
 
 
 def test_the_layout_of_the_plain_decoder():
-  shapes = jax.tree.map(lambda a: a.shape, peftlab.split(Decoder(PLAIN, rngs=nnx.Rngs(0))).base)
+  shapes = jax.tree.map(lambda a: a.shape, peftlab.split(abstract(PLAIN)).base)
   assert shapes == {
     'embed': {'table': (29, 12)},
     'layers': {
@@ -109,8 +116,7 @@ def test_the_layout_of_the_plain_decoder():
 
 def test_what_the_options_add_to_the_layout():
   plain, rich = (
-    {_parts.path_name(p) for p in _parts.variables(Decoder(c, rngs=nnx.Rngs(0)))}
-    for c in (PLAIN, RICH)
+    {_parts.path_name(p) for p in _parts.variables(abstract(c))} for c in (PLAIN, RICH)
   )
   assert rich - plain == {
     'head.kernel',
@@ -126,7 +132,7 @@ def test_what_the_options_add_to_the_layout():
 
 
 def test_every_dimension_of_every_array_has_a_name():
-  model = Decoder(RICH, rngs=nnx.Rngs(0))
+  model = abstract(RICH)
   for path, variable in _parts.variables(model).items():
     axes = variable.get_metadata()['axes']
     assert len(axes) == variable.ndim, path
@@ -134,7 +140,7 @@ def test_every_dimension_of_every_array_has_a_name():
 
 
 def test_constants_differ_per_layer():
-  attn = Decoder(RICH, rngs=nnx.Rngs(0)).layers.attn
+  attn = decoder('rich').layers.attn
   np.testing.assert_array_equal(attn.window[...], [4, 0, 3])
   local, full = np.asarray(attn.rope_frequencies[...])[:2]
   np.testing.assert_allclose(local, [1, 1e4 ** (-1 / 3), 1e4 ** (-2 / 3)], rtol=1e-6)
@@ -168,7 +174,7 @@ def test_cached_decoding_equals_the_uncached_forward(name, applier):
 def test_rows_of_a_cache_have_positions_of_their_own():
   model = decoder('rich')
   expected = logits_of(model, TOKENS)
-  # Texts of 7 and 4 TOKENS, the second padded; then one more token each.
+  # Texts of 7 and 4 tokens, the second padded; then one more token each.
   parts = peftlab.split(model.init_cache(2, 16))
   _, state = run(parts, TOKENS[:, :7].at[1, 4:].set(0), jnp.arange(7)[None, :])
   last = jnp.asarray([7, 4])
@@ -191,10 +197,10 @@ def test_a_cache_is_a_new_model_on_the_same_arrays():
 @pytest.mark.parametrize('name', CONFIGS)
 def test_packed_segments_equal_texts_on_their_own(name):
   model = decoder(name)
-  segment_ids = jnp.asarray([[1] * 5 + [2] * 7, [1] * 9 + [2] * 3])
-  positions = jnp.asarray([[*range(5), *range(7)], [*range(9), *range(3)]])
+  segment_ids = jnp.asarray([[1] * 5 + [2] * 7, [1] * 7 + [2] * 5])
+  positions = jnp.asarray([[*range(5), *range(7)], [*range(7), *range(5)]])
   packed = logits_of(model, TOKENS, positions, segment_ids)
-  for row, cut in ((0, 5), (1, 9)):
+  for row, cut in ((0, 5), (1, 7)):
     alone = [
       logits_of(model, part) for part in (TOKENS[row : row + 1, :cut], TOKENS[row : row + 1, cut:])
     ]
@@ -215,7 +221,7 @@ def test_logits_of_hidden_states_are_the_logits():
 
 def test_activations_take_the_dtype_of_the_config_and_logits_are_float32():
   config = dataclasses.replace(RICH, dtype='bfloat16')
-  model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+  model = abstract(config)
   graph, state = nnx.split(model)
   hidden = jax.eval_shape(lambda s: nnx.merge(graph, s).hidden(TOKENS), state)
   logits = jax.eval_shape(lambda s: nnx.merge(graph, s)(TOKENS), state)
@@ -237,7 +243,7 @@ def test_activations_take_the_dtype_of_the_config_and_logits_are_float32():
   ),
 )
 def test_wrong_arguments_are_named(cached, shapes, message):
-  model = Decoder(PLAIN, rngs=nnx.Rngs(0))
+  model = decoder('plain')
   model = model.init_cache(2, 8) if cached else model
   arrays = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
   with pytest.raises(ValueError, match=message):
@@ -247,4 +253,4 @@ def test_wrong_arguments_are_named(cached, shapes, message):
 @pytest.mark.parametrize(('batch', 'length'), ((0, 4), (1, 0), (1, 33)))
 def test_a_cache_of_wrong_size_is_refused(batch, length):
   with pytest.raises(ValueError, match=r'between 1 and max_length \(32\)\.'):
-    Decoder(PLAIN, rngs=nnx.Rngs(0)).init_cache(batch, length)
+    decoder('plain').init_cache(batch, length)

@@ -115,3 +115,11 @@ def test_imports_inside_functions_are_seen():
   source = 'import a.b\ndef f():\n  from peftlab import fuse, Adapter\n'
   found = imports.imports_of(source, frozenset({'peftlab', 'peftlab.fuse'}))
   assert [line.target for line in found] == ['a.b', 'peftlab', 'peftlab.fuse']
+
+
+def test_imports_of_programs_in_strings_are_seen():
+  source = (
+    'run("""\\nimport a\\nfrom peftlab import fuse\\nfuse.f()\\n""")\ntext = "from here on"\n'
+  )
+  found = imports.imports_of(source, frozenset({'peftlab', 'peftlab.fuse'}))
+  assert [line.target for line in found] == ['a', 'peftlab.fuse']

@@ -1,9 +1,12 @@
 """tools/venv.sh installs once for each content of the requirement files."""
 
+import importlib.metadata
 import pathlib
 import shutil
 import subprocess
+import tomllib
 
+from packaging import requirements, utils
 import pytest
 
 from tools import imports
@@ -69,9 +72,27 @@ def test_a_venv_that_does_not_work_is_named_and_left_alone(checkout):
   assert (checkout / '.venv').exists()
 
 
-def test_every_requirement_is_pinned():
-  lines = (imports.ROOT / 'requirements/lock.txt').read_text().splitlines()
-  lines += (imports.ROOT / 'requirements/data.txt').read_text().splitlines()
-  pins = [line for line in lines if not line.startswith('#')]
-  assert all(pin.count('==') == 1 and ' ' not in pin for pin in pins)
-  assert len({pin.partition('==')[0] for pin in pins}) == len(pins)
+def pins(name: str) -> dict[str, str]:
+  """{package: version} of a requirements file."""
+  lines = (imports.ROOT / 'requirements' / name).read_text().splitlines()
+  rows = [line.split('==') for line in lines if not line.startswith('#')]
+  assert len(dict(rows)) == len(rows)
+  return {utils.canonicalize_name(package): version for package, version in rows}
+
+
+def test_the_lock_holds_all_that_its_packages_need():
+  project = tomllib.loads((imports.ROOT / 'pyproject.toml').read_text())['project']
+  asked = [*project['dependencies'], *project['optional-dependencies']['dev']]
+  locked = pins('lock.txt')
+  for package in locked:
+    asked += importlib.metadata.requires(package) or ()
+  for line in asked:
+    wanted = requirements.Requirement(line)
+    if wanted.marker is None or wanted.marker.evaluate({'extra': ''}):
+      version = locked[utils.canonicalize_name(wanted.name)]
+      assert wanted.specifier.contains(version, prereleases=True), line
+
+
+def test_the_data_packages_are_installed_at_their_versions():
+  for package, version in pins('data.txt').items():
+    assert importlib.metadata.version(package) == version

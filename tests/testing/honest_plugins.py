@@ -14,6 +14,7 @@ def ones(key, shape, dtype):
   return jnp.ones(shape, dtype)
 
 
+@peftlab.register_adapter('outside_scaling')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling(peftlab.Adapter):
   """y = (x W) v: IA3 (Liu et al. 2022)."""
@@ -28,6 +29,7 @@ class Scaling(peftlab.Adapter):
     return w * p.v
 
 
+@peftlab.register_adapter('outside_input_scaling')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputScaling(peftlab.Adapter):
   """y = (x v) W: the input is scaled, so the kernel is applied to another x."""
@@ -46,6 +48,7 @@ def column_norms(w):
   return jnp.sqrt(jnp.sum(jnp.square(w), axis=0) + 1e-6)
 
 
+@peftlab.register_adapter('outside_magnitude')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Magnitude(peftlab.Adapter):
   """y = x (W + B A) m / |W + B A|: DoRA (Liu et al. 2024)."""
@@ -72,6 +75,7 @@ class Magnitude(peftlab.Adapter):
     return new * (p.m / column_norms(new))
 
 
+@peftlab.register_adapter('outside_frozen_random')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenRandom(peftlab.Adapter):
   """y = x W + ((x A) d) B v with A, B frozen and random: VeRA (Kopiczko et al. 2023)."""
@@ -94,6 +98,7 @@ class FrozenRandom(peftlab.Adapter):
     return w + ((p.a * p.d) @ p.b) * p.v
 
 
+@peftlab.register_adapter('outside_principal')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Principal(peftlab.Adapter):
   """y = x W + x (A B - A0 B0): PiSSA (Meng et al. 2024) with the base as it was."""
@@ -125,6 +130,7 @@ class Principal(peftlab.Adapter):
     return w + p.a @ p.b - p.a0 @ p.b0
 
 
+@peftlab.register_adapter('outside_bias')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bias(peftlab.Adapter):
   """y = x W + v: BitFit. No kernel does that, and it says so."""
@@ -138,6 +144,7 @@ class Bias(peftlab.Adapter):
     return base(x) + p.v
 
 
+@peftlab.register_adapter('outside_gate')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate(peftlab.Adapter):
   """y = x W + x A tanh: written with einsum, nonlinear, not the base at start, no embeddings."""
@@ -159,5 +166,3 @@ class Gate(peftlab.Adapter):
     hidden = jnp.einsum('...i,ir->...r', base.dropout(x, self.dropout), p.a)
     return base(x) + jnp.tanh(hidden) @ p.b
 
-
-HONEST = (Scaling, InputScaling, Magnitude, FrozenRandom, Principal, Bias, Gate)

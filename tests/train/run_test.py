@@ -1,0 +1,161 @@
+"""A run: resumed equals uninterrupted, bitwise; divergence and damage are told and survived."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peftlab import _parts
+from peftlab.train import checkpoints, loop, metrics, run, summary
+from tests.train import tiny
+
+pytestmark = pytest.mark.usefixtures('quick_compiles')
+
+
+@pytest.fixture(autouse=True)
+def opened():
+  """The runs of a test, closed at its end."""
+  RUNS.clear()
+  yield
+  for one in RUNS:
+    one.close()
+
+
+RUNS = []
+
+
+def start(folder, experiment=None, *, model=None, **options):
+  lines = []
+  one = run.Run(
+    experiment or tiny.experiment(),
+    model or tiny.base_model(),
+    tiny.text(),
+    workdir=folder,
+    say=lines.append,
+    **options,
+  )
+  RUNS.append(one)
+  return one, lines
+
+
+def state(one):
+  return {n: np.array(a) for n, a in checkpoints.named_arrays(one._tree()).items()}
+
+
+def finished(folder, experiment=None):
+  one, _ = start(folder, experiment)
+  loop.train([one], say=lambda line: None)
+  return one
+
+
+def stop_after(folder, steps):
+  """A run that ends like a killed one: nothing is said, saved or closed by it."""
+  one, _ = start(folder)
+  one.begin()
+  for _ in range(steps):
+    one.update()
+  one.close()
+
+
+def test_resumed_equals_uninterrupted_bitwise(tmp_path):
+  whole = finished(tmp_path / 'whole')
+  assert whole.status == 'ok'
+  for steps in (3, 5):
+    stop_after(tmp_path / str(steps), steps)
+    again, lines = start(tmp_path / str(steps))
+    assert lines == [f'tiny: continues from step {steps // 2 * 2} of 6']
+    loop.train([again], say=lambda line: None)
+    chex.assert_trees_all_equal(state(again), state(whole))
+    assert losses(tmp_path / str(steps)) == losses(tmp_path / 'whole')
+
+
+def losses(folder):
+  return [(r['kind'], r['step'], r.get('loss')) for r in metrics.read_metrics(folder)]
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing(tmp_path):
+  whole = finished(tmp_path)
+  again, _ = start(tmp_path)
+  assert again.done
+  chex.assert_trees_all_equal(state(again), state(whole))
+
+
+def test_the_loss_falls_and_the_base_is_shared(tmp_path):
+  one = finished(tmp_path, tiny.experiment(steps=30))
+  found = summary.summarize(one)
+  assert found['drop'] > 0.5
+  assert found['base_identity'] == '12/12'
+  assert found['compiles'] == 1
+  assert found['bytes']['adapter'] == _parts.nbytes(one.parts.adapter)
+  assert [r['step'] for r in one.record.read() if r['kind'] == 'samples'] == [0, 30]
+
+
+def test_a_nan_ends_the_run_with_the_last_good_checkpoint(tmp_path):
+  one, lines = start(tmp_path)
+  one.begin()
+  for _ in range(3):
+    one.update()
+  good = one.compiled
+
+  def broken(adapter, opt_state, base, batch):
+    adapter, opt_state, values = good(adapter, opt_state, base, batch)
+    return adapter, opt_state, values | {'loss': jnp.asarray(jnp.nan)}
+
+  one.compiled = broken
+  progress = []
+  loop.train([one], say=progress.append)
+  assert one.status == 'diverged'
+  assert loop.EXIT_CODES[one.status] == 1
+  assert lines[-1] == 'tiny: the loss is nan at step 4; the last good checkpoint is that of step 2'
+  assert checkpoints.Checkpoints(tmp_path / 'checkpoints', config={}, base='').steps() == [2]
+
+
+def damage(folder, step):
+  for path in (folder / 'checkpoints' / str(step)).rglob('*'):
+    if path.is_file() and path.parent.name == 'd':
+      path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_used_when_told_so(tmp_path):
+  stop_after(tmp_path, 5)
+  damage(tmp_path, 4)
+  match = r"checkpoints/4' is damaged: .* --fallback continues from step 2\."
+  with pytest.raises(ValueError, match=match):
+    start(tmp_path)
+  one, lines = start(tmp_path, fallback=True)
+  assert one.step == 2
+  assert 'It is removed; the one of step 2 is used.' in lines[0]
+  assert lines[1] == 'tiny: continues from step 2 of 6'
+
+
+def test_a_checkpoint_on_another_base_is_refused(tmp_path):
+  stop_after(tmp_path, 3)
+  with pytest.raises(ValueError, match='trained on another base'):
+    start(tmp_path, model=tiny.base_model(seed=1))
+
+
+def test_two_runs_share_the_base_and_the_compiled_step(tmp_path):
+  runs = [
+    start(tmp_path / str(seed), tiny.experiment(learning_rate=0.01 * (seed + 1)))[0]
+    for seed in range(2)
+  ]
+  loop.train(runs, say=lambda line: None)
+  assert runs[0].compiled is runs[1].compiled
+  pairs = zip(jax.tree.leaves(runs[0].parts.base), jax.tree.leaves(runs[1].parts.base), strict=True)
+  assert all(a is b for a, b in pairs)
+  both = _parts.nbytes([one.parts for one in runs])
+  alone = _parts.nbytes(runs[0].parts)
+  assert both - alone == _parts.nbytes((runs[1].parts.adapter, runs[1].parts.state))
+
+
+def test_a_stop_saves_and_is_told(tmp_path):
+  one, _ = start(tmp_path)
+  one.begin()
+  for _ in range(3):
+    one.update()
+  one.finish(preempted=True)
+  assert one.status == 'preempted'
+  assert loop.EXIT_CODES[one.status] == 42
+  again, _ = start(tmp_path)
+  assert again.step == 3
