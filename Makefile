@@ -26,8 +26,7 @@ test: venv ## Run the tests.
 
 .PHONY: bench
 bench: venv ## Measure the LoRA step against plain JAX, compile time, memory.
-	$(PY) benchmarks/lora_step.py --devices=1
-	$(PY) benchmarks/lora_step.py --devices=8
+	$(PY) benchmarks/bench.py
 
 .PHONY: lint
 lint: venv ## Check format, lint, types, import order and BUILD files.

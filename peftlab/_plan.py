@@ -122,7 +122,8 @@ def _sharding(
   if not isinstance(placed, NamedSharding):
     return placed, []
   mesh = placed.mesh
-  full = tuple(placed.spec) + (None,) * (len(site.stack) + len(site.shape) - len(placed.spec))
+  wanted = placed.spec.partitions
+  full = wanted + (None,) * (len(site.stack) + len(site.shape) - len(wanted))
   own = [e for i, e in enumerate(full) if i not in site.stack]
   kernel = {
     word: tuple(

@@ -90,13 +90,17 @@ class Registry:
   def _discover(self) -> None:
     if self._discovered:
       return
-    self._discovered = True
-    if self._package and importlib.util.find_spec(self._package):
-      package = importlib.import_module(self._package)
-      for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f'{self._package}.{module.name}')
-    for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
-      self._add(point.name, point.load())
+    self._discovered = True  # a module may ask for a name while it is imported
+    try:
+      if self._package and importlib.util.find_spec(self._package):
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__):
+          importlib.import_module(f'{self._package}.{module.name}')
+      for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
+        self._add(point.name, point.load())
+    except BaseException:
+      self._discovered = False
+      raise
 
 
 def _where(thing: Any) -> str:

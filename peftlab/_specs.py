@@ -146,11 +146,12 @@ def fit_spec(
   Raises:
     ValueError: the spec is longer than the rank, or names an axis that the mesh lacks.
   """
-  if len(spec) > len(shape):
-    raise ValueError(f'Spec {spec} has {len(spec)} entries for an array of shape {tuple(shape)}.')
+  wanted = spec.partitions
+  if len(wanted) > len(shape):
+    raise ValueError(f'Spec {spec} has {len(wanted)} entries for an array of shape {tuple(shape)}.')
   entries, dropped = [], []
   for dim, size in enumerate(shape):
-    entry = spec[dim] if dim < len(spec) else None
+    entry = wanted[dim] if dim < len(wanted) else None
     keep, whole = [], True
     parts = 1
     for axis in entry_axes(entry):
@@ -169,7 +170,7 @@ def fit_spec(
 
 def shards(spec: PartitionSpec, mesh: Any) -> int:
   """Into how many different pieces a spec cuts an array."""
-  return math.prod(mesh.shape[a] for entry in spec for a in entry_axes(entry))
+  return math.prod(mesh.shape[a] for entry in spec.partitions for a in entry_axes(entry))
 
 
 def axes_of(variable: nnx.Variable, shape: Sequence[int], path: str = '') -> Axes | None:

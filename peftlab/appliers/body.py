@@ -40,14 +40,14 @@ class Layer:
 
   def __call__(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
     """(arrays of one layer, x) -> (x after it, its new arrays and its whole state)."""
-    return remat.wrap(self._run, self.policy, in_loop=self.in_loop)(leaves, x, self.context)
+    return remat.wrap(self._run, self.policy, in_loop=self.in_loop)(leaves, x)
 
-  def _run(self, leaves: Leaves, x: Any, context: tuple) -> tuple[Any, Leaves]:
+  def _run(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
     before = _parts.Parts(
       self.stacked.graph, **{name: _parts.nest(leaves[name]) for name in NAMES}
     )
     model = _parts.merge(before)
-    y = self.body(model, x, *context)
+    y = self.body(model, x, *self.context)
     after = _parts.split(model)
     self.graph_after = after.graph
     return _same_dtypes(y, x), self._new(leaves, after)

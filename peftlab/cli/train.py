@@ -36,4 +36,5 @@ def run(argv: list[str]) -> int:
     workdir=values.workdir or f'runs/{experiment.name}',
     overwrite=values.overwrite,
     fallback=values.fallback,
+    command=['peftlab', 'train', *argv],
   )

@@ -10,23 +10,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
+from peftlab.formats import files
 from peftlab.train import fields
 
 FORMAT = 1
-Arrays = Mapping[str, jax.Array]
-
-# What reading a damaged file can raise, in orbax and in what it stands on.
-_DAMAGE = (ValueError, OSError, KeyError, TypeError, RuntimeError)
+MANIFEST = 'sha256.json'
+# Written by orbax while it renames a finished checkpoint.
+_UNLISTED = ('_CHECKPOINT_METADATA', 'commit_success.txt')
+_UNFINISHED = '*.orbax-checkpoint-tmp*'
 
 
 class Checkpoints:
   """The checkpoints of one run. Each is complete or not there at all: written aside, then renamed.
 
-  A checkpoint holds arrays by name, and `about`: the step, the data position, the config, the
-  base's fingerprint and a SHA-256 of the arrays.
+  A checkpoint holds arrays by name; `about`: the step, the data position, the config, the base's
+  fingerprint, the arrays' shapes; and the SHA-256 of each of its files.
   """
 
   def __init__(
@@ -43,7 +43,10 @@ class Checkpoints:
     self.folder = pathlib.Path(folder).resolve()
     self._config, self._base = config, base
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=keep, create=True, cleanup_tmp_directories=True
+      max_to_keep=keep,
+      create=True,
+      cleanup_tmp_directories=True,
+      async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
     )
     self._orbax = ocp.CheckpointManager(self.folder, options=options)
 
@@ -68,7 +71,7 @@ class Checkpoints:
       'position': position,
       'config': self._config,
       'base': self._base,
-      'digest': digest(arrays),
+      'arrays': {name: describe(array) for name, array in arrays.items()},
     }
     items = {'arrays': ocp.args.StandardSave(arrays), 'about': ocp.args.JsonSave(about)}
     self._orbax.save(step, args=ocp.args.Composite(**items))
@@ -85,7 +88,11 @@ class Checkpoints:
     """
     step = self.steps()[-1] if step is None else step
     where = f"Checkpoint '{self.folder / str(step)}'"
-    about = self._about(step, where)
+    check_files(self.folder / str(step), where)
+    items = ocp.args.Composite(about=ocp.args.JsonRestore())
+    about = self._orbax.restore(step, args=items)['about']
+    if about['format'] != FORMAT:
+      raise ValueError(f'{where} has format {about["format"]}; this version reads {FORMAT}.')
     check_same_config(about['config'], self._config, subject=where)
     if about['base'] != self._base:
       raise ValueError(
@@ -93,10 +100,12 @@ class Checkpoints:
         f'base {self._base}.'
       )
     like = named_arrays(tree)
-    arrays = self._arrays(step, like, where)
-    if digest(arrays) != about['digest']:
-      raise ValueError(f'{where} is damaged: its arrays are not those that were saved.')
-    return _unnamed(tree, arrays), about
+    _check_arrays(about['arrays'], like, where)
+    shapes = {
+      name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in like.items()
+    }
+    items = ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes))
+    return _unnamed(tree, self._orbax.restore(step, args=items)['arrays']), about
 
   def delete(self, step: int) -> None:
     """Removes one checkpoint."""
@@ -107,35 +116,45 @@ class Checkpoints:
     self._orbax.wait_until_finished()
     self._orbax.close()
 
-  def _about(self, step: int, where: str) -> dict[str, Any]:
-    try:
-      items = ocp.args.Composite(about=ocp.args.JsonRestore())
-      about = self._orbax.restore(step, args=items)['about']
-    except _DAMAGE as error:
-      raise ValueError(f'{where} is damaged: {_line(error)}') from error
-    keys = {'format', 'step', 'position', 'config', 'base', 'digest'}
-    if not isinstance(about, dict) or set(about) != keys or about['step'] != step:
-      raise ValueError(f'{where} is damaged: its description is not that of step {step}.')
-    if about['format'] != FORMAT:
-      raise ValueError(f'{where} has format {about["format"]}; this version reads {FORMAT}.')
-    return about
+  def _write_manifest(self) -> None:
+    """Lists the files of a checkpoint that is written out and about to be renamed."""
+    for folder in self.folder.glob(_UNFINISHED):
+      listed = {
+        str(path.relative_to(folder)): _sha256(path)
+        for path in sorted(folder.rglob('*'))
+        if path.is_file() and path.name not in _UNLISTED
+      }
+      files.write_json(folder / MANIFEST, listed)
 
-  def _arrays(self, step: int, like: dict[str, jax.Array], where: str) -> dict[str, jax.Array]:
-    shapes = {
-      name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in like.items()
-    }
-    try:
-      items = ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes))
-      found = dict(self._orbax.restore(step, args=items)['arrays'])
-    except _DAMAGE as error:
-      raise ValueError(f'{where} is damaged: {_line(error)}') from error
-    for name, array in like.items():
-      if found[name].shape != array.shape or found[name].dtype != array.dtype:
-        raise ValueError(
-          f'{where} has {name} of {found[name].dtype}{list(found[name].shape)}; expected '
-          f'{array.dtype}{list(array.shape)}.'
-        )
-    return found
+
+def check_files(folder: pathlib.Path, where: str) -> None:
+  """Raises ValueError unless every file of a checkpoint is as it was written."""
+  try:
+    listed = files.read_json(folder / MANIFEST)
+  except ValueError as error:
+    raise ValueError(f'{where} is damaged: {error}') from error
+  for name, expected in listed.items():
+    path = folder / name
+    if not path.is_file() or _sha256(path) != expected:
+      state = 'not as it was written' if path.is_file() else 'gone'
+      raise ValueError(f'{where} is damaged: its file {name} is {state}.')
+
+
+def _sha256(path: pathlib.Path) -> str:
+  with path.open('rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def describe(array: jax.Array) -> str:
+  """'float32[3,8]'."""
+  return f'{array.dtype}[{",".join(map(str, array.shape))}]'
+
+
+def _check_arrays(saved: dict[str, str], like: Mapping[str, jax.Array], where: str) -> None:
+  for name in dict.fromkeys([*saved, *like]):
+    there, here = saved.get(name, 'nothing'), describe(like[name]) if name in like else 'nothing'
+    if there != here:
+      raise ValueError(f'{where} holds {there} for {name}; expected {here}.')
 
 
 def check_same_config(saved: dict[str, Any], now: dict[str, Any], *, subject: str) -> None:
@@ -178,18 +197,3 @@ def _unnamed(tree: Any, arrays: Mapping[str, jax.Array]) -> Any:
       array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
     back.append(jax.device_put(array, leaf.sharding))
   return jax.tree.unflatten(structure, back)
-
-
-def digest(arrays: Arrays) -> str:
-  """SHA-256 of the names, shapes, dtypes and bytes of some arrays."""
-  result = hashlib.sha256()
-  for name, array in sorted(arrays.items()):
-    result.update(f'{name} {array.dtype} {tuple(array.shape)}\n'.encode())
-    result.update(np.ascontiguousarray(array).tobytes())
-  return result.hexdigest()
-
-
-def _line(error: Exception) -> str:
-  """The first line of an error's message, as a sentence."""
-  text = (str(error).strip() or type(error).__name__).splitlines()[0]
-  return text[:300].rstrip('.') + '.'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import os
 import pathlib
 import shlex
@@ -68,8 +69,9 @@ def fit(
   """
   text = load_text(experiment, say=say)
   run = Run(experiment, base_model, text, workdir=workdir, mesh=mesh, fallback=fallback, say=say)
-  say(run.report.table())
-  progress = loop.train([run], say=say)
+  with contextlib.closing(run):
+    say(run.report.table())
+    progress = loop.train([run], say=say)
   return run, summary.summarize(run, tokens_per_second=progress.tokens_per_second)
 
 

