@@ -10,8 +10,8 @@ from typing import Any
 
 from flax import nnx
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import optax
 import plain_jax
@@ -27,8 +27,8 @@ from peftlab.train.step import step_for
 P = PartitionSpec
 LEARNING_RATE = 1e-4
 # Of plain JAX on a mesh: [..., in, out] by the two axes, as peftlab's default rules place them.
-PLAIN_SPECS = {name: ('fsdp', 'tensor') for name in ('q', 'k', 'v', 'gate', 'up', 'head')}
-PLAIN_SPECS |= {name: ('tensor', 'fsdp') for name in ('o', 'down', 'embed')}
+PLAIN_SPECS = dict.fromkeys(('q', 'k', 'v', 'gate', 'up', 'head'), ('fsdp', 'tensor'))
+PLAIN_SPECS |= dict.fromkeys(('o', 'down', 'embed'), ('tensor', 'fsdp'))
 
 
 @dataclasses.dataclass

@@ -21,9 +21,9 @@ ROUNDS = flags.DEFINE_integer('rounds', 7, 'Counted rounds; each runs every cand
 JSON = flags.DEFINE_string('json', None, 'Also write the figures to this file.')
 
 MAKERS = {
-  'plain': lambda s, d: candidates.plain(s, d),
+  'plain': candidates.plain,
   'plain scan': lambda s, d: candidates.plain(s, d, scan=True),
-  'peftlab scan': lambda s, d: candidates.ours(s, d),
+  'peftlab scan': candidates.ours,
   'peftlab sequential': lambda s, d: candidates.ours(s, d, applier='sequential'),
 }
 
@@ -62,7 +62,9 @@ def main(argv: list[str]) -> None:
   mesh = candidates.mesh_of(DEVICES.value)
   with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
     rows = measure(DEVICES.value, ROUNDS.value)
-  print(f'{"step on " + str(DEVICES.value) + " devices":20} cpu s   to plain  (range)       temp MB  loss')
+  print(
+    f'{"step on " + str(DEVICES.value) + " devices":20} cpu s   to plain  (range)       temp MB  loss'
+  )
   for name, row in rows.items():
     low, high = row['ratio_range']
     print(

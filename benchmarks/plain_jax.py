@@ -1,4 +1,4 @@
-"""The yardstick: the same decoder and LoRA step hand-written in plain JAX, without any framework."""
+"""The yardstick: the same decoder and LoRA step hand-written in plain JAX."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def loss(
 
 def unstack(tree: Tree, layers: int) -> list[Tree]:
   """Arrays [layers, ...] -> one tree per layer."""
-  return [jax.tree.map(lambda a: a[i], tree) for i in range(layers)]
+  return [jax.tree.map(lambda a, i=i: a[i], tree) for i in range(layers)]
 
 
 def make_step(
@@ -129,5 +129,5 @@ def make_step(
     updates, state = optimizer.update(grads, state, lora)
     return optax.apply_updates(lora, updates), state, value
 
-  keep = {} if like is None else {'out_shardings': (*jax.tree.map(lambda a: a.sharding, like), None)}
-  return jax.jit(step, donate_argnums=(0, 1), **keep)
+  keep = None if like is None else (*jax.tree.map(lambda a: a.sharding, like), None)
+  return jax.jit(step, donate_argnums=(0, 1), out_shardings=keep)

@@ -153,6 +153,7 @@ class Adapter(abc.ABC):
       values: {layer: {slot: numpy array of one layer}}.
       embeddings: which of the layers are embeddings.
     """
+    del values, embeddings
     raise ValueError(f'{type(self).__name__} has no form in HF PEFT.')
 
   @classmethod
@@ -160,6 +161,7 @@ class Adapter(abc.ABC):
     cls, config: Mapping[str, Any], tensors: Mapping[str, Any]
   ) -> tuple[Adapter, dict[str, dict[str, Any]]]:
     """Inverse of `to_peft`: the adapter, and {layer: {slot: numpy array of one layer}}."""
+    del config, tensors
     raise ValueError(f'{cls.__name__} has no form in HF PEFT.')
 
   @property
@@ -177,7 +179,8 @@ def register_adapter(name: str) -> Callable[[type], type]:
 
   def add(cls: type) -> type:
     own = isinstance(cls, type) and '__dataclass_fields__' in vars(cls)
-    if not (own and issubclass(cls, Adapter) and cls.__dataclass_params__.frozen):
+    frozen = own and getattr(cls, '__dataclass_params__').frozen  # noqa: B009
+    if not (frozen and issubclass(cls, Adapter)):
       raise ValueError(
         f'The adapter {name!r} ({cls!r}) must be a frozen dataclass that extends peftlab.Adapter.'
       )
@@ -194,9 +197,7 @@ def adapter_types() -> tuple[str, ...]:
   return _registry.adapters.names()
 
 
-def slot_shape(
-  slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]
-) -> tuple[int, ...]:
+def slot_shape(slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]) -> tuple[int, ...]:
   """The shape of a slot at a kernel with sizes {'in': n, 'out': m}.
 
   Raises:

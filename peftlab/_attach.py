@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 import re
 from typing import Any
@@ -74,10 +74,10 @@ def install(
 
 def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[str, Any]) -> None:
   layer = plan.site.layer
-  variables = {}
+  variables: dict[str, _parts.AdapterParam] = {}
   for slot_name, slot in plan.slots.items():
     kind = _parts.AdapterParam if slot.trainable else _parts.AdapterConstant
-    metadata = {'stack': plan.stacks[slot_name]} if plan.site.stack else {}
+    metadata: dict[str, Any] = {'stack': plan.stacks[slot_name]} if plan.site.stack else {}
     variables[slot_name] = kind(arrays[slot_name], **metadata)
   rng = None
   if adapter.stochastic:
@@ -144,7 +144,7 @@ def activate(model: nnx.Module, *active: str) -> None:
 
 
 @contextlib.contextmanager
-def disabled(model: nnx.Module) -> Iterator[nnx.Module]:
+def disabled(model: nnx.Module) -> Generator[nnx.Module]:
   """Within the block the model computes exactly what its base does; then as before."""
   every = [a for layer in adapted(model).values() for a in layer.adapters]
   kept = [a.active for a in every]

@@ -31,7 +31,8 @@ def initial_values(
   weights = {p.site.name: p.site.weight.get_raw_value() for p in plans if _needs_weight(p)}
   abstract = any(
     isinstance(x, jax.ShapeDtypeStruct)
-    for p in plans for x in jax.tree.leaves(p.site.weight.get_raw_value())
+    for p in plans
+    for x in jax.tree.leaves(p.site.weight.get_raw_value())
   )
 
   def make(key: jax.Array, weights: dict[str, Any]) -> dict[str, dict[str, jax.Array]]:
@@ -74,29 +75,36 @@ def site_keys(key: jax.Array, site: _sites.Site) -> jax.Array:
 
 
 def _fold_each(keys: jax.Array, count: int) -> jax.Array:
-  one = lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-  for _ in range(keys.ndim):
-    one = jax.vmap(one)
-  return one(keys)
+  """Keys [...] -> [..., count], one per layer."""
+  return _over(keys.ndim + 1, jax.random.fold_in)(
+    jnp.repeat(keys[..., None], count, axis=-1),
+    jnp.broadcast_to(jnp.arange(count), (*keys.shape, count)),
+  )
 
 
 def _fold_name(keys: jax.Array, name: str) -> jax.Array:
-  fold = lambda key: jax.random.fold_in(key, zlib.crc32(name.encode()))
-  for _ in range(keys.ndim):
-    fold = jax.vmap(fold)
-  return fold(keys)
+  number = jnp.full(keys.shape, zlib.crc32(name.encode()), jnp.uint32)
+  return _over(keys.ndim, jax.random.fold_in)(keys, number)
+
+
+def _over(dimensions: int, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+  """`function` of one element, mapped over so many leading dimensions."""
+  for _ in range(dimensions):
+    function = jax.vmap(function)
+  return function
 
 
 def _slot_value(plan: _plan.Plan, name: str, keys: jax.Array, weights: dict[str, Any]) -> jax.Array:
   slot, site = plan.slots[name], plan.site
   own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
-  init: Callable[..., jax.Array] = lambda key: slot.init(key, own, slot.dtype)
   arguments = [_fold_name(keys, name)]
   if slot.needs_weight:
-    init = lambda key, w: slot.init(key, own, slot.dtype, _kernel.as_matrix(w, site.layout.words))
     weight = jnp.moveaxis(weights[site.name], site.stack, range(len(site.stack)))
     arguments.append(weight.astype(jnp.float32))
-  for _ in site.stack:
-    init = jax.vmap(init)
-  value = init(*arguments)
+
+  def init(key: jax.Array, *weight: jax.Array) -> jax.Array:
+    matrices = (_kernel.as_matrix(w, site.layout.words) for w in weight)
+    return slot.init(key, own, slot.dtype, *matrices)
+
+  value = _over(len(site.stack), init)(*arguments)
   return jnp.moveaxis(value, range(len(site.stack)), plan.stacks[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 import contextlib
 import dataclasses
 import math
@@ -40,7 +40,7 @@ class LayerType:
 
   weight: str
   bias: str | None
-  layout: Callable[[nnx.Module], Layout]
+  layout: Callable[[Any], Layout]
   linear: bool
 
 
@@ -49,7 +49,7 @@ _LAYERS: dict[type, LayerType] = {}
 
 def register_layer(
   cls: type,
-  layout: str | Callable[[nnx.Module], Layout] = 'in out',
+  layout: str | Callable[[Any], Layout] = 'in out',
   *,
   weight: str = 'kernel',
   bias: str | None = 'bias',
@@ -183,9 +183,7 @@ def as_matrix(weight: jax.Array, words: tuple[str, ...]) -> jax.Array:
   return jnp.transpose(weight, order).reshape(math.prod(ins), math.prod(outs))
 
 
-def from_matrix(
-  matrix: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]
-) -> jax.Array:
+def from_matrix(matrix: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
   """[in, out] -> a weight of `shape` with dimensions `words`: inverse of `as_matrix`."""
   order = _order(words)
   return jnp.transpose(
@@ -239,7 +237,7 @@ def tall(a: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def swapped(layer: nnx.Module, **values: Any) -> Iterator[None]:
+def swapped(layer: nnx.Module, values: Mapping[Any, Any]) -> Generator[None]:
   """Within the block the named Variables of a layer hold other arrays; then their own again."""
   kept = {name: getattr(layer, name).get_raw_value() for name in values}
   try:
@@ -276,18 +274,19 @@ class View:
 
   def bare(self) -> jax.Array:
     """The layer's own output without its bias."""
-    if self._bias is None:
-      return self.forward(self.inputs)
-    with swapped(self.layer, **{self.names.bias: jnp.zeros_like(self._bias[...])}):
+    without = {} if self._bias is None else {self.names.bias: jnp.zeros_like(self._bias[...])}
+    with swapped(self.layer, without):
       return self.forward(self.inputs)
 
   def with_kernel(self, matrix: jax.Array) -> jax.Array:
     """The layer's output [tokens, n] with its kernel exchanged for a matrix [in, n]."""
     shape = (*self.kernel.shape[:-1], matrix.shape[-1])
-    values = {self.names.weight: from_matrix(matrix, self.layout.words, shape)}
+    values: dict[Any, jax.Array] = {
+      self.names.weight: from_matrix(matrix, self.layout.words, shape)
+    }
     if self._bias is not None:
       values[self.names.bias] = jnp.zeros((matrix.shape[-1],), matrix.dtype)
-    with swapped(self.layer, **values):
+    with swapped(self.layer, values):
       y = self.forward(self.inputs)
     return y.reshape(-1, matrix.shape[-1])
 
@@ -323,6 +322,7 @@ class View:
     return self._add_bias(jnp.transpose(y, [order.index(c) for c in letters]), letters)
 
   def _groups(self) -> tuple[str, str, str]:
+    assert self.equation is not None
     _, kernel, y = self.equation
     words = self.layout.words
     ins = ''.join(c for c, w in zip(kernel, words, strict=True) if w == 'in')

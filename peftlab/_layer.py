@@ -56,7 +56,7 @@ class Attached(nnx.Module):
 
   def next_key(self) -> jax.Array | None:
     """A fresh key in training, None in eval."""
-    if self.deterministic or self.rng_key is None:
+    if self.deterministic or self.rng_key is None or self.rng_count is None:
       return None
     key = jax.random.fold_in(self.rng_key[...], self.rng_count[...])
     self.rng_count[...] += 1
@@ -120,11 +120,12 @@ def apply_adapters(
   view = _kernel.View(layer, forward, inputs)
   bare = view.bare()
   base = FrozenKernel(view, bare)
-  y = None
+  y: jax.Array | None = None
   for attached in active:
     base.key = attached.next_key()
     changed = attached.adapter.apply(base.inputs, base, attached.values(bare.dtype))
     y = changed if y is None else y + (changed - base(base.inputs))
+  assert y is not None
   return view.leave(_kernel.keep(y.astype(bare.dtype)), bare)
 
 

@@ -146,7 +146,7 @@ def nbytes(tree: Any) -> int:
 
 
 def shared_base(before: Any, after: Any) -> tuple[int, int, list[str]]:
-  """(base arrays of `before` that `after` holds at the same path, how many there are, the others)."""
+  """(how many base arrays of `before` are in `after` at the same path, of how many, the others)."""
   old, new = (flat(_base(x)) for x in (before, after))
   lost = [path_name(p) for p, leaf in old.items() if not _same(leaf, new.get(p))]
   return len(old) - len(lost), len(old), lost

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _adapter, _layer, _parts, _sites, _specs, _stack
+from peftlab import _adapter, _layer, _sites, _specs, _stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,9 @@ def _sharding(
   own = [e for i, e in enumerate(full) if i not in site.stack]
   kernel = {
     word: tuple(
-      a for w, e in zip(site.layout.words, own, strict=True) if w == word
+      a
+      for w, e in zip(site.layout.words, own, strict=True)
+      if w == word
       for a in _specs.entry_axes(e)
     )
     for word in ('in', 'out')

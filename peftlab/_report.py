@@ -98,8 +98,10 @@ class Report:
       for row in self.rows
     ]
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    text = ['  '.join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-            for line in [head, *lines]]
+    text = [
+      '  '.join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+      for line in [head, *lines]
+    ]
     text.append(
       f'{self.name}: {self.adapter}: {self.trainable:,} trainable, {self.nbytes:,} bytes, '
       f'{100 * self.coverage:.1f} % of {self.total:,} linear weights'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -37,7 +37,7 @@ _RULES: contextvars.ContextVar[Rules] = contextvars.ContextVar('rules', default=
 
 
 @contextlib.contextmanager
-def use_rules(rules: Rules | None) -> Iterator[None]:
+def use_rules(rules: Rules | None) -> Generator[None]:
   """Within the block, logical axes are mapped by `rules` (None: as they were)."""
   token = _RULES.set(current_rules() if rules is None else tuple(rules))
   try:

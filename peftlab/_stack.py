@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
 
 from flax import nnx
 import jax
@@ -161,9 +160,7 @@ def _fitting(full: tuple[int, ...], own: tuple[int, ...]) -> set[tuple[int, ...]
   """Sets of consecutive axes whose removal from `full` leaves `own`."""
   extra = len(full) - len(own)
   starts = range(len(full) - extra + 1)
-  return {
-    tuple(range(s, s + extra)) for s in starts if full[:s] + full[s + extra :] == own
-  }
+  return {tuple(range(s, s + extra)) for s in starts if full[:s] + full[s + extra :] == own}
 
 
 @dataclasses.dataclass(frozen=True)

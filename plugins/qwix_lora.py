@@ -30,7 +30,9 @@ class QwixLoRA(peftlab.Adapter):
     return {
       'a': peftlab.Slot(dims='in rank', init=jax.nn.initializers.he_uniform()),
       'b': peftlab.Slot(dims='rank out'),
-      'scale': peftlab.Slot(dims='', init=peftlab.constant(self.alpha / self.rank), trainable=False),
+      'scale': peftlab.Slot(
+        dims='', init=peftlab.constant(self.alpha / self.rank), trainable=False
+      ),
     }
 
   def apply(self, x, base, p):
@@ -55,7 +57,7 @@ class _Kernel(nnx.Module):
     return jax.lax.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())))
 
 
-def _intercepted(model: nnx.Module, provider: Any, *inputs: Any, **options: Any) -> nnx.Module:
+def _intercepted(model: nnx.Module, provider: Any, *inputs: Any, **options: Any) -> Any:
   options.setdefault('rngs', nnx.Rngs(0))
   with warnings.catch_warnings():
     warnings.simplefilter('ignore', DeprecationWarning)  # qwix 0.1.8 calls nnx's old names
@@ -94,10 +96,10 @@ def create(
 
 def _move_factors(source: nnx.Module, target: nnx.Module) -> int:
   """Gives `target` the LoRA Variables that `source`, a clone of it, has and it has not."""
-  modules = dict(nnx.iter_graph(target))
+  modules: dict[Any, Any] = dict(nnx.iter_graph(target))
   moved = 0
   for path, leaf in nnx.iter_graph(source):
     if isinstance(leaf, nnx.LoRAParam) and path not in modules:
-      setattr(modules[path[:-1]], path[-1], leaf)
+      setattr(modules[path[:-1]], str(path[-1]), leaf)
       moved += 1
   return moved

@@ -35,11 +35,6 @@ LAYOUTS = {
 }
 
 
-def _shape_of(letters, names):
-  seen = {}
-  return tuple(seen.setdefault(c, len(seen)) for c in letters), names
-
-
 @pytest.mark.parametrize('name', LAYOUTS)
 def test_a_layer_tells_how_it_uses_its_weight(name):
   layer, words, ndim, expected = LAYOUTS[name]

@@ -8,7 +8,10 @@ import pytest
 
 import peftlab
 from peftlab import _parts, _specs, _stack
+from peftlab.plugins.lora import LoRA
 from peftlab.testing.models import Block
+
+pytestmark = pytest.mark.usefixtures('quick_compiles')
 
 
 def shapes(tree):
@@ -67,7 +70,6 @@ def test_rngs_are_drawn_from_their_params_stream_once():
   rngs = nnx.Rngs(0)
   first, second = (peftlab.stack(block, 2, rngs=rngs).up.kernel[...] for _ in range(2))
   assert not np.array_equal(first, second)
-  assert rngs.params.count[...] == 2 if hasattr(rngs, 'params') else True
 
 
 def test_lengths_0_and_1_and_negative():
@@ -160,8 +162,6 @@ def test_what_cannot_be_told_is_an_error_that_says_what_to_do(case):
 
 def test_flax_stacks_are_adapted_as_they_are():
   """nnx.vmap over layers, with and without partition metadata, at stack axis 0 and 1."""
-  from peftlab.plugins.lora import LoRA
-
   for axis in (0, 1):
     make = nnx.split_rngs(splits=3)(nnx.vmap(lambda r: nnx.Linear(4, 6, rngs=r), out_axes=axis))
     model, report = peftlab.attach(make(nnx.Rngs(0)), LoRA(rank=2))
@@ -175,5 +175,5 @@ def test_placing_a_stack_never_shards_its_layer_axis():
   for axis in (0, 1):
     model, dropped = _specs.place(peftlab.stack(block, 4, rngs=0, axis=axis), mesh)
     spec = model.up.kernel[...].sharding.spec
-    assert tuple(spec) == (None, 'fsdp', 'tensor') if axis == 0 else ('fsdp', None, 'tensor')
+    assert tuple(spec) == ((None, 'fsdp', 'tensor') if axis == 0 else ('fsdp', None, 'tensor'))
     assert dropped == []

@@ -27,13 +27,13 @@ def check(policy: str) -> str:
   """
   if policy not in ('none', *POLICIES):
     near = _registry.did_you_mean(policy, ['none', *POLICIES])
-    raise ValueError(f'No remat policy {policy!r}{near or "."} Policies: none, {", ".join(POLICIES)}.')
+    raise ValueError(
+      f'No remat policy {policy!r}{near or "."} Policies: none, {", ".join(POLICIES)}.'
+    )
   return policy
 
 
-def wrap(
-  function: Callable[..., Any], policy: str, *, in_loop: bool
-) -> Callable[..., Any]:
+def wrap(function: Callable[..., Any], policy: str, *, in_loop: bool) -> Callable[..., Any]:
   """`function` under `jax.checkpoint`: 'none' keeps all it needs, 'full' recomputes all.
 
   Args:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from peftlab import _parts, _registry, _stack
-from peftlab.appliers import applier, body, remat
+from peftlab.appliers import applier, one_layer, remat
 
 
 @_registry.appliers.register('scan')
@@ -34,16 +34,16 @@ class Scan(applier.Applier):
       raise ValueError(f'Scan(unroll={self.unroll}): it must be at least 1.')
 
   def apply(
-    self, layers: _parts.Parts, x: Any, body_: applier.Body, *context: Any
+    self, layers: _parts.Parts, x: Any, body: applier.Body, *context: Any
   ) -> tuple[Any, applier.Created]:
     """See `Applier.apply`."""
     stacked = _stack.stacked(layers, self.axis)
     if stacked.length == 0:
       return x, applier.nothing_created(layers)
-    layer = body.Layer(layers, stacked, body_, context, self.remat, in_loop=True)
+    layer = one_layer.Layer(layers, stacked, body, context, self.remat, in_loop=True)
     scanned, fixed = _scanned(layers, stacked)
 
-    def step(carry: Any, xs: tuple) -> tuple[Any, body.Leaves]:
+    def step(carry: Any, xs: tuple) -> tuple[Any, one_layer.Leaves]:
       index, arrays = xs
       return layer(_one(fixed, stacked, index, arrays), carry)
 
@@ -54,11 +54,11 @@ class Scan(applier.Applier):
 
 def _scanned(
   layers: _parts.Parts, stacked: _stack.Stacked
-) -> tuple[body.Leaves, body.Leaves]:
+) -> tuple[one_layer.Leaves, one_layer.Leaves]:
   """(arrays scanned over, layer axis first; arrays that each layer indexes or all share)."""
-  scanned: body.Leaves = {name: {} for name in body.NAMES}
-  fixed: body.Leaves = {name: {} for name in body.NAMES}
-  for name in body.NAMES:
+  scanned: one_layer.Leaves = {name: {} for name in one_layer.NAMES}
+  fixed: one_layer.Leaves = {name: {} for name in one_layer.NAMES}
+  for name in one_layer.NAMES:
     for path, value in _parts.flat(getattr(layers, name)).items():
       axis = stacked.axes[name][path]
       if axis is None or (axis and name == 'base'):
@@ -69,8 +69,8 @@ def _scanned(
 
 
 def _one(
-  fixed: body.Leaves, stacked: _stack.Stacked, index: jax.Array, arrays: body.Leaves
-) -> body.Leaves:
+  fixed: one_layer.Leaves, stacked: _stack.Stacked, index: jax.Array, arrays: one_layer.Leaves
+) -> one_layer.Leaves:
   def take(array: jax.Array, axis: int | None) -> jax.Array:
     if axis is None:
       return array
@@ -82,5 +82,5 @@ def _one(
       path: jax.tree.map(lambda a, axis=stacked.axes[name][path]: take(a, axis), value)
       for path, value in fixed[name].items()
     }
-    for name in body.NAMES
+    for name in one_layer.NAMES
   }

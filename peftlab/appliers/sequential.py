@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from peftlab import _parts, _registry, _stack
-from peftlab.appliers import applier, body, remat
+from peftlab.appliers import applier, one_layer, remat
 
 
 @_registry.appliers.register('sequential')
@@ -27,13 +27,13 @@ class Sequential(applier.Applier):
     remat.check(self.remat)
 
   def apply(
-    self, layers: _parts.Parts, x: Any, body_: applier.Body, *context: Any
+    self, layers: _parts.Parts, x: Any, body: applier.Body, *context: Any
   ) -> tuple[Any, applier.Created]:
     """See `Applier.apply`."""
     stacked = _stack.stacked(layers, self.axis)
     if stacked.length == 0:
       return x, applier.nothing_created(layers)
-    layer = body.Layer(layers, stacked, body_, context, self.remat)
+    layer = one_layer.Layer(layers, stacked, body, context, self.remat)
     found = []
     for index in range(stacked.length):
       x, new = layer(_one(layers, stacked, index), x)
@@ -41,13 +41,13 @@ class Sequential(applier.Applier):
     return x, layer.created(jax.tree.map(lambda *each: jnp.stack(each), *found))
 
 
-def _one(layers: _parts.Parts, stacked: _stack.Stacked, index: int) -> body.Leaves:
+def _one(layers: _parts.Parts, stacked: _stack.Stacked, index: int) -> one_layer.Leaves:
   return {
     name: {
       path: jax.tree.map(lambda a, axis=stacked.axes[name][path]: _take(a, index, axis), value)
       for path, value in _parts.flat(getattr(layers, name)).items()
     }
-    for name in body.NAMES
+    for name in one_layer.NAMES
   }
 
 

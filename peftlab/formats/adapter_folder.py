@@ -1,4 +1,4 @@
-"""An adapter on disk: per layer, unpadded, unsharded; as an HF PEFT folder where PEFT has its type."""
+"""An adapter on disk: per layer, unpadded, unsharded; an HF PEFT folder where PEFT has it."""
 
 from __future__ import annotations
 
@@ -180,8 +180,9 @@ def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, 
     return *_read_peft(directory), {}
   card = files.read_json(directory / CARD)
   subject = f"'{directory / CARD}'"
-  missing = [key for key in ('format', 'type', 'fields', 'layers', 'base', 'digest')
-             if key not in card]
+  missing = [
+    key for key in ('format', 'type', 'fields', 'layers', 'base', 'digest') if key not in card
+  ]
   if missing:
     raise ValueError(f'{subject} lacks {", ".join(missing)}.')
   if card['format'] != VERSION:

@@ -16,7 +16,7 @@ FURTHEST = 0.5
 
 
 def sample(site: _sites.Site) -> np.ndarray:
-  """Numbers of the weight of every layer at a site: [*layers, COUNT], at places its sizes decide."""
+  """Numbers of every layer's weight at a site, [*layers, COUNT], at places its sizes decide."""
   rng = np.random.default_rng(site.shape)
   own = [rng.integers(0, size, COUNT) for size in site.shape]
   stacked = np.indices(site.layers)[..., None] if site.layers else ()

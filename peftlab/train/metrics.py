@@ -20,11 +20,15 @@ class MetricsLog:
 
   A record has a `kind` (train, eval, samples, ...) and a `step`. Every line is on disk when `write`
   returns.
+
+  Raises:
+    ValueError: the file has a line that is not a record, see `read_metrics`.
   """
 
   def __init__(self, folder: str | os.PathLike[str], *, tensorboard: bool = True):
     self.path = pathlib.Path(folder) / FILE
     self.path.parent.mkdir(parents=True, exist_ok=True)
+    read_metrics(folder)  # a damaged record is refused before anything is written
     if self.path.exists():
       content = self.path.read_bytes()
       os.truncate(self.path, content.rfind(b'\n') + 1)  # a line that a kill has torn

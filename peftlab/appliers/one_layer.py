@@ -1,4 +1,4 @@
-"""One layer of a stack: runs the body and sorts its Variables into kept, created, replaced, rest."""
+"""One layer of a stack: runs the body, sorts Variables into kept, created, replaced, rest."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class Layer:
     return remat.wrap(self._run, self.policy, in_loop=self.in_loop)(leaves, x)
 
   def _run(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
-    before = _parts.Parts(
-      self.stacked.graph, **{name: _parts.nest(leaves[name]) for name in NAMES}
-    )
+    before = _parts.Parts(self.stacked.graph, **{name: _parts.nest(leaves[name]) for name in NAMES})
     model = _parts.merge(before)
     y = self.body(model, x, *self.context)
     after = _parts.split(model)
@@ -95,16 +93,18 @@ class Layer:
     known = self.stacked.axes[name]
     kernel_axes = [a for n in ('base', 'adapter') for a in self.stacked.axes[n].values() if a]
     layer_axis = max(kernel_axes, default=0) if name != 'state' else 0
-    axes = {}
+    axes: dict[tuple, int] = {}
     for path, value in new.items():
       rank = min(leaf.ndim for leaf in jax.tree.leaves(value))
-      axes[path] = known[path] if path in known else min(layer_axis, rank - 1)
+      axis = known.get(path)
+      axes[path] = min(layer_axis, rank - 1) if axis is None else axis
     return axes
 
   def _graph(self, new: Leaves, axes: dict[str, dict[tuple, int]]) -> nnx.GraphDef:
     """The graph of one layer after the body -> of the stack, each Variable's metadata with it."""
     old = _parts.variables(_parts.outline(self.layers))
     kept = {n: {p for p in self.stacked.axes[n] if (n, p) not in self.gone} for n in NAMES}
+    assert self.graph_after is not None
     blanks = {n: _parts.nest(dict.fromkeys(kept[n] | set(new[n]), 0)) for n in NAMES}
     model = _parts.merge(_parts.Parts(self.graph_after, **blanks))
     for path, variable in _parts.variables(model).items():
