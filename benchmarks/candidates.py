@@ -91,7 +91,8 @@ def decoder(sizes: dict[str, Any], applier: appliers.Applier) -> Decoder:
     kernel = getattr(getattr(model.layers, group), layer).kernel
     kernel[...] = jnp.asarray(weights['layers'][name].reshape(kernel.shape))
   model.embed.table[...] = jnp.asarray(weights['embed'])
-  model.head.kernel[...] = jnp.asarray(weights['head'])
+  head: Any = model.head
+  head.kernel[...] = jnp.asarray(weights['head'])
   return model
 
 

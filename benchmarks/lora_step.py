@@ -62,9 +62,8 @@ def main(argv: list[str]) -> None:
   mesh = candidates.mesh_of(DEVICES.value)
   with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
     rows = measure(DEVICES.value, ROUNDS.value)
-  print(
-    f'{"step on " + str(DEVICES.value) + " devices":20} cpu s   to plain  (range)       temp MB  loss'
-  )
+  head = f'step on {DEVICES.value} devices'
+  print(f'{head:20} cpu s   to plain  (range)       temp MB  loss')
   for name, row in rows.items():
     low, high = row['ratio_range']
     print(

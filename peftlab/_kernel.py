@@ -341,7 +341,7 @@ class View:
 
 
 class Lazy:
-  """The input [tokens, in] of a lookup, one-hot rows that are never made unless something needs them.
+  """The input [tokens, in] of a lookup: one-hot rows, never made unless something needs them.
 
   `lazy @ m` runs the layer itself with m [in, n] for its kernel: rows of a table are gathered.
   """
