@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -114,7 +113,7 @@ def unstack(tree: Tree, layers: int) -> list[Tree]:
 
 def make_step(
   sizes: dict[str, Any], optimizer: optax.GradientTransformation, *, scan: bool, like: Tree = None
-) -> Callable[..., tuple[Tree, Tree, jax.Array]]:
+) -> Any:
   """step(lora, opt_state, base, batch) -> (lora, opt_state, loss), the first two donated.
 
   Args:

@@ -208,6 +208,8 @@ def slot_shape(slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]) -> tup
     size = sizes.get(word, getattr(adapter, word, None))
     if not isinstance(size, int) or isinstance(size, bool):
       fields = [f.name for f in dataclasses.fields(adapter)]
+      if word in fields:
+        raise ValueError(f'{type(adapter).__name__}.{word} is {size!r}; it must be an int.')
       near = _registry.did_you_mean(word, ['in', 'out', *fields])
       raise ValueError(
         f'{type(adapter).__name__} has a slot with dims {slot.dims!r}, and {word!r} is neither '

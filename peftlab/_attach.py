@@ -44,6 +44,8 @@ def attach(
   Raises:
     ValueError: nothing matches, the name is taken, a field does not fit a layer; nothing changed.
   """
+  if isinstance(adapter, type):
+    raise ValueError(f'attach takes an instance, given the type: write {adapter.__name__}().')
   if not isinstance(adapter, _adapter.Adapter):
     raise ValueError(f'attach takes an Adapter, given {type(adapter).__name__}: {adapter!r}.')
   if not isinstance(name, str) or not re.fullmatch(r'[\w-]+', name):
@@ -82,7 +84,7 @@ def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[st
   rng = None
   if adapter.stochastic:
     key = arrays.get('rng_key', _initial.site_keys(jax.random.key(0), plan.site))
-    count = jnp.zeros(key.shape, jnp.uint32)
+    count = _zeros_like(key)
     rng = (nnx.RngKey(key, tag='dropout'), nnx.RngCount(count, tag='dropout'))
   attached = _layer.Attached(adapter, name, variables, rng)
   if isinstance(layer, _layer.AdaptedLayer):
@@ -90,6 +92,13 @@ def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[st
   else:
     layer.__class__ = _layer.adapted_class(type(layer))
     layer.adapters = nnx.List([attached])
+
+
+def _zeros_like(key: Any) -> Any:
+  """A count of 0 per key; a shape, where the keys are one."""
+  if isinstance(key, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(key.shape, jnp.uint32, sharding=key.sharding)
+  return jnp.zeros(key.shape, jnp.uint32)
 
 
 def adapted(model: nnx.Module) -> dict[tuple, Any]:

@@ -104,7 +104,10 @@ def _slot_value(plan: _plan.Plan, name: str, keys: jax.Array, weights: dict[str,
 
   def init(key: jax.Array, *weight: jax.Array) -> jax.Array:
     matrices = (_kernel.as_matrix(w, site.layout.words) for w in weight)
-    return slot.init(key, own, slot.dtype, *matrices)
+    made = slot.init(key, own, slot.dtype, *matrices)
+    if made.shape != own:
+      raise ValueError(f'Slot {name!r} starts with shape {made.shape}; its dims say {own}.')
+    return made.astype(slot.dtype)
 
   value = _over(len(site.stack), init)(*arguments)
   return jnp.moveaxis(value, range(len(site.stack)), plan.stacks[name])

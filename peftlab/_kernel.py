@@ -63,7 +63,8 @@ def register_layer(
       in this order) or 'out'; or a function of the layer.
     weight: attribute that holds the weight Variable.
     bias: attribute that holds the bias Variable or None; None: there is no such attribute.
-    linear: False for lookups (embeddings), which 'all-linear' leaves alone.
+    linear: False for lookups (embeddings), whose input is the index of a row; 'all-linear' leaves
+      them alone.
 
   Raises:
     ValueError: not an nnx.Module, or words other than in and out.
@@ -77,7 +78,8 @@ def register_layer(
         f"The layout {layout!r} of {cls.__name__} must be made of the words 'in' and 'out', with "
         'at least one of each.'
       )
-    found = Layout(words=words, equation=lambda ndim: _trailing(words, ndim))
+    equation = (lambda ndim: _trailing(words, ndim)) if linear else None
+    found = Layout(words=words, equation=equation)
     _LAYERS[cls] = LayerType(weight, bias, lambda layer: found, linear)
   else:
     _LAYERS[cls] = LayerType(weight, bias, layout, linear)

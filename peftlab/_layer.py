@@ -63,7 +63,7 @@ class Attached(nnx.Module):
     return key
 
 
-RESERVED = ('adapter', 'label', 'active', 'deterministic', 'rng_key', 'rng_count', 'name')
+RESERVED = ('adapter', 'label', 'active', 'deterministic', 'rng_key', 'rng_count', 'name', 'read')
 
 
 class FrozenKernel:

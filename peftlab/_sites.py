@@ -112,7 +112,8 @@ def _matched(all_sites: list[Site], patterns: Patterns, argument: str) -> list[S
     if not hits:
       names = [s.name for s in all_sites]
       ends = {'.'.join(n.split('.')[-k:]) for n in names for k in (1, 2, 3)}
-      near = _registry.did_you_mean(pattern, ['all-linear', *sorted(ends), *names])
+      known = [n for n in ('all-linear', *sorted(ends), *names) if n != pattern]
+      near = _registry.did_you_mean(pattern, known)
       shown = ', '.join(names[:6]) + (', ...' if len(names) > 6 else '')
       raise ValueError(f'{argument}={pattern!r} matches no layer{near or "."} Layers: {shown}.')
     found += hits

@@ -41,6 +41,8 @@ class LoRA(peftlab.Adapter):
   init: str = initial('he_uniform')
 
   def __post_init__(self):
+    if self.rank < 1:
+      raise ValueError(f'LoRA rank is {self.rank}; it must be at least 1.')
     if self.init not in INITS:
       raise ValueError(f'No LoRA init {self.init!r}. Inits: {", ".join(INITS)}.')
     if not 0 <= self.dropout < 1:

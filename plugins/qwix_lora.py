@@ -26,6 +26,10 @@ class QwixLoRA(peftlab.Adapter):
   rank: int = 8
   alpha: float = initial(16.0)
 
+  def __post_init__(self):
+    if self.rank < 1:
+      raise ValueError(f'QwixLoRA rank is {self.rank}; it must be at least 1.')
+
   def slots(self):
     return {
       'a': peftlab.Slot(dims='in rank', init=jax.nn.initializers.he_uniform()),

@@ -95,6 +95,9 @@ FIELDS = {
   'init': train('--config.adapter.init=zero', "No LoRA init 'zero'"),
   'name': train('--config.name=a/b', "The adapter name 'a/b'"),
   'length': train('--config.data.length=200', 'data.length is 200'),
+  'samples': train(
+    '--config.train.samples=1 --config.train.sample_tokens=120', 'train.sample_tokens is 120'
+  ),
   'mesh too large': train('--config.mesh.fsdp=16', 'needs 16 devices; there are 8'),
   'rest': train('--config.mesh.fsdp=-1 --config.mesh.tensor=3', 'which 3 does not divide'),
   'rows on a mesh': train('--config.mesh.data=4', 'it must be a multiple of 4'),
@@ -106,6 +109,11 @@ CONFIGS = {
   'name error': config('\ndef get_config(): return Experimnt()', "line 2: NameError: name 'Exp"),
   'import': config('import nowhere', "line 1: ModuleNotFoundError: No module named 'nowhere'"),
   'division': config('def get_config(): 1 / 0', 'line 1: ZeroDivisionError'),
+  'no number': config("int('x')", 'line 1: ValueError: invalid literal'),
+  'json': config("import json\njson.loads('')", 'line 2: JSONDecodeError'),
+  'out of range': config(
+    'from peftlab.train.config import TrainConfig\nTrainConfig(steps=0)', 'train.steps is 0'
+  ),
   'no such file': config("open('nowhere')", 'line 1: FileNotFoundError'),
   'argument': config('def get_config(): return 1', 'TypeError', ':x'),
 }

@@ -67,6 +67,7 @@ BAD = {
   'no word': ((3,), (), '^where takes strings, given 3'),
   'no expression': ('layers.(', (), r"^'layers.\(' is not a path or a regular expression"),
   'all-liner': ('all-liner', (), "did you mean 'all-linear'"),
+  'no linear layer': ((r'embed', 'all-liner'), (), "did you mean 'all-linear'"),
   'a norm': ('norm', (), "^where='norm' matches no layer"),
 }
 

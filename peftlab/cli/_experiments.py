@@ -14,8 +14,6 @@ from peftlab._registry import did_you_mean
 from peftlab.train.config import Experiment
 
 _PACKAGE = 'peftlab.experiments'
-# What a mistake in an experiment file raises.
-_MISTAKES = (SyntaxError, ImportError, NameError, TypeError, AttributeError, LookupError)
 
 
 def names() -> list[str]:
@@ -40,8 +38,8 @@ def load(source: str) -> Experiment:
     raise ValueError(f"Experiment '{name}' has no function get_config().")
   try:
     config = module.get_config(*argument)
-  except _MISTAKES as error:
-    raise ValueError(_mistake(name, error)) from error
+  except Exception as error:
+    raise _mistake(name, error) from error
   if not isinstance(config, Experiment):
     kind = type(config).__name__
     raise ValueError(f"Experiment '{name}': get_config() gives a {kind}, expected an Experiment.")
@@ -70,20 +68,28 @@ def _module(name: str) -> types.ModuleType:
   sys.modules[spec.name] = module  # dataclasses in the file look themselves up there
   try:
     spec.loader.exec_module(module)
-  except _MISTAKES as error:
+  except Exception as error:
     if before is None:
       del sys.modules[spec.name]
-    raise ValueError(_mistake(name, error)) from error
+    raise _mistake(name, error) from error
   return module
 
 
-def _mistake(name: str, error: Exception) -> str:
+def _mistake(name: str, error: Exception) -> ValueError:
+  """What an experiment file raised, as one line that names the line in the file."""
   if isinstance(error, SyntaxError):
-    return f"Experiment '{name}', line {error.lineno}: {error.msg}."
-  lines = [
-    frame.lineno
-    for frame in traceback.extract_tb(error.__traceback__)
-    if pathlib.Path(frame.filename).name == pathlib.Path(name).with_suffix('.py').name
-  ]
+    return ValueError(f"Experiment '{name}', line {error.lineno}: {error.msg}.")
+  file = pathlib.Path(name).with_suffix('.py').name
+  frames = list(traceback.walk_tb(error.__traceback__))
+  lines = [line for f, line in frames if pathlib.Path(f.f_code.co_filename).name == file]
+  last = frames[-1][0]
+  inside = pathlib.Path(last.f_code.co_filename).name == file
+  if isinstance(error, ValueError) and not inside and _is_ours(last):
+    return ValueError(str(error))  # it says what it is about
   where = f', line {lines[-1]}' if lines else ''
-  return f"Experiment '{name}'{where}: {type(error).__name__}: {str(error).rstrip('.')}."
+  kind = type(error).__name__
+  return ValueError(f"Experiment '{name}'{where}: {kind}: {str(error).rstrip('.')}.")
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+  return frame.f_globals.get('__name__', '').split('.')[0] == 'peftlab'

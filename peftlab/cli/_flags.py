@@ -141,18 +141,17 @@ def _kind(name: str, flag: str, leaves: dict[str, fields.Leaf]) -> Any:
 
 
 def _items(given: list[str]) -> tuple:
-  """The items of a list flag: repeated, separated by commas, or one Python tuple."""
+  """The items of a list flag: repeated, separated by commas, or a Python tuple or list."""
   items: list[Any] = []
   for text in given:
-    if text.startswith(('(', '[')):
-      try:
-        items += ast.literal_eval(text)
-        continue
-      except (ValueError, SyntaxError):
-        pass_through = text  # a regular expression that begins with a bracket
-        items.append(pass_through)
-        continue
-    items += [item for item in text.split(',') if item]
+    try:
+      value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # plain words, or a regular expression
+      value = None
+    if isinstance(value, tuple | list):
+      items += value
+    else:
+      items += [item for item in text.split(',') if item]
   return tuple(items)
 
 

@@ -46,13 +46,11 @@ def _adapter(experiment: Experiment) -> str:
 
 
 def _default(value: Any) -> str:
-  if isinstance(value, tuple):
-    return ','.join(map(str, value)) or "''"
-  return (
-    {True: 'true', False: 'false', None: 'none'}.get(value) or str(value)
-    if isinstance(value, bool) or value is None
-    else str(value) or "''"
-  )
+  if value is None or isinstance(value, bool):
+    return str(value).lower()
+  if isinstance(value, tuple | list):
+    value = ','.join(map(str, value))
+  return str(value) or "''"
 
 
 def _entry(flag: str, default: str, text: str) -> str:

@@ -171,7 +171,9 @@ def _targets(model: nnx.Module, values: Values) -> dict[str, Any]:
 
 
 def _digest(card: Mapping[str, Any]) -> str:
-  text = json.dumps({k: card[k] for k in ('format', 'type', 'fields', 'layers')}, sort_keys=True)
+  text = json.dumps(
+    {k: card[k] for k in ('format', 'type', 'fields', 'layers', 'base')}, sort_keys=True
+  )
   return hashlib.sha256(text.encode()).hexdigest()
 
 

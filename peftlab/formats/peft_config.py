@@ -174,6 +174,8 @@ def _check_values(config: Mapping[str, Any], subject: str) -> None:
 
   expect('r', _is_rank(config['r']), 'a whole number of 1 or more')
   expect('lora_alpha', _is_number(config['lora_alpha']), 'a finite number')
+  dropout = config['lora_dropout']
+  expect('lora_dropout', _is_number(dropout) and 0 <= dropout < 1, 'a number of 0 to below 1')
   expect('use_rslora', isinstance(config['use_rslora'], bool), 'true or false')
   expect('use_dora', isinstance(config['use_dora'], bool), 'true or false')
   base = config['base_model_name_or_path']
@@ -198,8 +200,8 @@ def _is_rank(value: object) -> bool:
   return type(value) is int and value >= 1
 
 
-def _is_number(value: object) -> bool:
-  return type(value) in (int, float) and math.isfinite(value)  # ty: ignore[invalid-argument-type]
+def _is_number(value: Any) -> bool:
+  return type(value) in (int, float) and math.isfinite(value)
 
 
 def _are_words(value: object) -> bool:

@@ -161,7 +161,7 @@ def _info(entry: object, name: str, start: int, size: int, path: pathlib.Path) -
     raise ValueError(f'{subject} is {entry!r:.100}; expected dtype, shape and data_offsets.')
   dtype, shape, offsets = entry['dtype'], entry['shape'], entry['data_offsets']
   if not isinstance(dtype, str) or dtype not in DTYPES:
-    near = did_you_mean(dtype, DTYPES)
+    near = did_you_mean(str(dtype), DTYPES)
     raise ValueError(f'{subject} has dtype {dtype!r}{near or "."} Expected: {", ".join(DTYPES)}.')
   if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
     raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from einops import rearrange
@@ -158,6 +159,25 @@ class Decoder(nnx.Module):
     logits = _specs.constrain(logits, ('batch', 'length', 'vocab'), output=True)
     cap = self.config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+  @property
+  def tied(self) -> bool:
+    """Whether the embedding is also the head."""
+    return self.head is None
+
+  def untie(self) -> None:
+    """Gives a tied head a kernel of its own, in place: the table, transposed."""
+    if self.head is not None:
+      return
+    c = self.config
+    head = nnx.eval_shape(
+      lambda: Dense(
+        {'embed': c.embed}, {'vocab': c.vocab}, dtype=jnp.dtype(c.dtype), rngs=nnx.Rngs(0)
+      )
+    )
+    head.kernel.set_raw_value(self.embed.table[...].T)
+    self.head = nnx.data(head)
+    self.config = dataclasses.replace(c, tied=False)
 
   def init_cache(self, batch: int, length: int) -> Decoder:
     """A decoder on the same arrays with an empty KV cache for `batch` texts of `length` tokens.

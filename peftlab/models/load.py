@@ -116,7 +116,7 @@ def _format(name: str, given: Any, subject: str, key: str) -> Format:
   known: dict[str, Family] = {}
   for family in map(_registry.families.get, _registry.families.names()):
     known |= dict.fromkeys(getattr(family, key), family)
-  if given not in known:
-    near = _registry.did_you_mean(given, known)
+  if not isinstance(given, str) or given not in known:
+    near = _registry.did_you_mean(str(given), known)
     raise ValueError(f'{subject} {given!r}{near or "."} Supported: {", ".join(sorted(known))}.')
   return known[given].formats[name]

@@ -19,7 +19,7 @@ from peftlab.train.config import Experiment
 from peftlab.train.fingerprint import fingerprint
 from peftlab.train.opt_state import StepOptions, init_opt_state, training_parts
 from peftlab.train.record import Record
-from peftlab.train.text import Text
+from peftlab.train.text import Text, check_lengths
 
 
 class Run:
@@ -65,6 +65,7 @@ class Run:
       ValueError: what the config asks for does not fit the model, or a checkpoint is refused.
     """
     devices.check_batch(experiment, mesh)
+    check_lengths(experiment, text, base_model)
     self.experiment, self.base_model = experiment, base_model
     self.status, self.step = 'running', 0
     self.mesh, self._say = mesh, say

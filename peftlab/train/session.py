@@ -123,12 +123,18 @@ def save_adapter(run: Run, folder: pathlib.Path) -> None:
 
 
 def finished(folder: pathlib.Path) -> summary.Summary | None:
-  """The summary of the run in a folder, if it came to its end."""
+  """The summary of the run in a folder, if it came to its end.
+
+  Raises:
+    ValueError: the file is not a summary.
+  """
   path = folder / workdirs.SUMMARY
   if not path.exists():
     return None
-  found = files.read_json(path)['runs'][0]
-  return found if found['status'] == 'ok' else None
+  runs = files.read_json(path).get('runs')
+  if not isinstance(runs, list) or not runs or not summary.is_summary(runs[0]):
+    raise ValueError(f"'{path}' is not the summary of a run; --overwrite trains it anew.")
+  return runs[0] if runs[0]['status'] == 'ok' else None
 
 
 def write_results(

@@ -162,7 +162,7 @@ def _running_mean(average: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _scale_roles(parts: _parts.Parts, updates: Tree, options: StepOptions) -> Tree:
-  """Updates times the factor of their role: a learning rate per group, as updates are linear in it."""
+  """Updates times the factor of their role: a rate per group, as updates are linear in it."""
   rates = config.role_rates(options.role_rates)
   if not rates:
     return updates

@@ -40,6 +40,12 @@ def summarize(run: Run, *, tokens_per_second: float | None = None) -> Summary:
   }
 
 
+def is_summary(value: Any) -> bool:
+  """Whether a value, read from a file, has what `table` shows."""
+  names = {'name', 'status', 'steps', 'held_out_before', 'held_out_after', 'drop', 'bytes'}
+  return isinstance(value, dict) and names <= set(value) and isinstance(value['bytes'], dict)
+
+
 def memory() -> dict[str, int]:
   """Bytes of all live arrays (each buffer once), and the most that the process ever held."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -77,6 +77,22 @@ def load_text(
   )
 
 
+def check_lengths(experiment: Experiment, text: Text, model: Any) -> None:
+  """Raises ValueError where rows, or samples to their end, are longer than a model reads."""
+  longest = getattr(getattr(model, 'config', None), 'max_length', None)
+  if longest is None:
+    return
+  length, tokens = experiment.data.length, experiment.train.sample_tokens
+  if length > longest:
+    raise ValueError(f'data.length is {length}; the base reads at most {longest} tokens.')
+  prompt = max(map(len, text.prompts), default=0)
+  if tokens and prompt + tokens > longest:
+    raise ValueError(
+      f'train.sample_tokens is {tokens}; the longest beginning has {prompt} tokens, and the base '
+      f'reads at most {longest}.'
+    )
+
+
 def _prompts(held: Corpus, tokenizer: Tokenizer, data: DataConfig, count: int) -> list[list[int]]:
   """Beginnings of `count` held-out documents at even distances."""
   template = choose_template(tokenizer, objective=data.objective, template=data.template)
