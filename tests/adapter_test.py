@@ -75,7 +75,7 @@ def test_initial_fields_do_not_count_in_comparisons():
 
 
 def test_what_is_not_mergeable_says_so():
-  with pytest.raises(ValueError, match='^Wide cannot be merged into a kernel.$'):
+  with pytest.raises(ValueError, match=r'^Wide cannot be merged into a kernel.$'):
     Wide().fuse(jnp.ones((2, 2)), {})
 
 

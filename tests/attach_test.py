@@ -67,21 +67,35 @@ def _once():
   return peftlab.attach(Two(), LORA, name='first')[0]
 
 
-WIDE = lambda key, shape, dtype: jnp.zeros((*shape, 1), dtype)
+def _wide(key, shape, dtype):
+  del key
+  return jnp.zeros((*shape, 1), dtype)
+
+
 # what -> (call, message)
 BAD = {
-  'no adapter': (lambda: peftlab.attach(Two(), 'lora'), "^attach takes an Adapter, given str: 'lora'"),
-  'an adapter type': (lambda: peftlab.attach(Two(), LoRA), '^attach takes an instance, given the type: write LoRA'),
+  'no adapter': (
+    lambda: peftlab.attach(Two(), 'lora'),
+    "^attach takes an Adapter, given str: 'lora'",
+  ),
+  'an adapter type': (
+    lambda: peftlab.attach(Two(), LoRA),
+    '^attach takes an instance, given the type: write LoRA',
+  ),
   'no model': (lambda: peftlab.attach({}, LORA), '^split takes an nnx.Module, given dict'),
   'parts for a model': (
-    lambda: peftlab.attach(peftlab.split(Two()), LORA), '^split takes an nnx.Module, given Parts'
+    lambda: peftlab.attach(peftlab.split(Two()), LORA),
+    '^split takes an nnx.Module, given Parts',
   ),
   'nothing to adapt': (
     lambda: peftlab.attach(nnx.Embed(4, 4, rngs=nnx.Rngs(0)), LORA),
     "^where='all-linear' matches no layer. Layers: Embed.",
   ),
   'an empty name': (lambda: peftlab.attach(Two(), LORA, name=''), "^The adapter name '' must"),
-  'a dotted name': (lambda: peftlab.attach(Two(), LORA, name='a.b'), "^The adapter name 'a.b' must"),
+  'a dotted name': (
+    lambda: peftlab.attach(Two(), LORA, name='a.b'),
+    "^The adapter name 'a.b' must",
+  ),
   'a slash': (lambda: peftlab.attach(Two(), LORA, name='a/b'), "^The adapter name 'a/b' must"),
   'no string': (lambda: peftlab.attach(Two(), LORA, name=3), '^The adapter name 3 must be'),
   'a taken name': (
@@ -92,53 +106,77 @@ BAD = {
   'rngs of a bool': (lambda: peftlab.attach(Two(), LORA, rngs=True), '^rngs must be a seed, a jax'),
   'rngs of None': (lambda: peftlab.attach(Two(), LORA, rngs=None), '^rngs must be a seed, a jax'),
   'rngs of an old key': (
-    lambda: peftlab.attach(Two(), LORA, rngs=jnp.zeros((2,), jnp.uint32)), '^rngs must be a seed'
+    lambda: peftlab.attach(Two(), LORA, rngs=jnp.zeros((2,), jnp.uint32)),
+    '^rngs must be a seed',
   ),
   'rank 0': (lambda: LoRA(rank=0), r'^LoRA rank is 0; it must be at least 1'),
   'rank -1': (lambda: peftlab.attach(Two(), LowRank(rank=-1)), r'^LowRank.rank is -1; it must be'),
-  'rank 2.5': (lambda: peftlab.attach(Two(), LoRA(rank=2.5)), r'^LoRA.rank is 2.5; it must be an int'),
+  'rank 2.5': (
+    lambda: peftlab.attach(Two(), LoRA(rank=2.5)),
+    r'^LoRA.rank is 2.5; it must be an int',
+  ),
   'dropout 1': (lambda: LoRA(dropout=1.0), '^LoRA dropout is 1.0; it must be at least 0 and below'),
   'init': (lambda: LoRA(init='he_unifrom'), "^No LoRA init 'he_unifrom'"),
   'no slots': (
-    lambda: peftlab.attach(Two(), _type(a=None, b=None, scale=None)), r'Odd.slots\(\) is empty'
+    lambda: peftlab.attach(Two(), _type(a=None, b=None, scale=None)),
+    r'Odd.slots\(\) is empty',
   ),
-  'a slot that is none': (lambda: peftlab.attach(Two(), _type(a='in rank')), "must be a Slot, given str"),
-  'a missing slot': (lambda: peftlab.attach(Two(), _type(scale=None)), "No slot 'scale'. Slots: a, b"),
+  'a slot that is none': (
+    lambda: peftlab.attach(Two(), _type(a='in rank')),
+    'must be a Slot, given str',
+  ),
+  'a missing slot': (
+    lambda: peftlab.attach(Two(), _type(scale=None)),
+    "No slot 'scale'. Slots: a, b",
+  ),
   'an unread slot': (
-    lambda: peftlab.attach(Two(), _type(c=Slot(dims='rank'))), 'slots that apply never reads: c'
+    lambda: peftlab.attach(Two(), _type(c=Slot(dims='rank'))),
+    'slots that apply never reads: c',
   ),
   'an unknown dimension': (
-    lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rnak'))), "'rnak' .*did you mean 'rank'"
+    lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rnak'))),
+    "'rnak' .*did you mean 'rank'",
   ),
   'a slot named items': (
-    lambda: peftlab.attach(Two(), _type(items=Slot(dims=''))), "cannot name a slot 'items'"
+    lambda: peftlab.attach(Two(), _type(items=Slot(dims=''))),
+    "cannot name a slot 'items'",
   ),
   'a slot named read': (
-    lambda: peftlab.attach(Two(), _type(read=Slot(dims=''))), "cannot name a slot 'read'"
+    lambda: peftlab.attach(Two(), _type(read=Slot(dims=''))),
+    "cannot name a slot 'read'",
   ),
   'a slot named train': (
-    lambda: peftlab.attach(Two(), _type(train=Slot(dims=''))), "cannot name a slot 'train'"
+    lambda: peftlab.attach(Two(), _type(train=Slot(dims=''))),
+    "cannot name a slot 'train'",
   ),
   'a slot named active': (
-    lambda: peftlab.attach(Two(), _type(active=Slot(dims=''))), "cannot name a slot 'active'"
+    lambda: peftlab.attach(Two(), _type(active=Slot(dims=''))),
+    "cannot name a slot 'active'",
   ),
   'a slot of two words': (
-    lambda: peftlab.attach(Two(), _type(**{'a b': Slot(dims='')})), "cannot name a slot 'a b'"
+    lambda: peftlab.attach(Two(), _type(**{'a b': Slot(dims='')})),
+    "cannot name a slot 'a b'",
   ),
   'init of another shape': (
-    lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rank', init=WIDE))),
+    lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rank', init=_wide))),
     r"Slot 'a' starts with shape \(\d+, 2, 1\); its dims say \(\d+, 2\)\.",
   ),
-  'apply of another shape': (lambda: peftlab.attach(Two(), _shifted()), r'apply gave shape \(3, 3\)'),
+  'apply of another shape': (
+    lambda: peftlab.attach(Two(), _shifted()),
+    r'apply gave shape \(3, 3\)',
+  ),
   'a layer with adapters of its own': (
-    lambda: peftlab.attach(_with_own_adapters(), LORA), 'has an attribute `adapters` of its own'
+    lambda: peftlab.attach(_with_own_adapters(), LORA),
+    'has an attribute `adapters` of its own',
   ),
   'detach another': (
-    lambda: peftlab.detach(_once(), 'frist'), "no adapter 'frist'; did you mean 'first'"
+    lambda: peftlab.detach(_once(), 'frist'),
+    "no adapter 'frist'; did you mean 'first'",
   ),
   'detach from a base': (lambda: peftlab.detach(Two(), 'a'), "no adapter 'a'. Adapters: none"),
   'activate another': (
-    lambda: peftlab.activate(_once(), 'first', 'x'), "The model has no adapter 'x'. Adapters: first"
+    lambda: peftlab.activate(_once(), 'first', 'x'),
+    "The model has no adapter 'x'. Adapters: first",
   ),
 }
 
@@ -155,7 +193,7 @@ def test_a_failing_attach_leaves_nothing_behind():
   model = _once()
   before = peftlab.split(model)
   for adapter, where in ((LowRank(rank=0), 'up'), (LORA, 'upp'), (_type(c=Slot(dims='')), 'up')):
-    with pytest.raises(ValueError, match='rank|upp|never reads'):
+    with pytest.raises(ValueError, match=r'rank|upp|never reads'):
       peftlab.attach(model, adapter, where=where, name='second')
   after = peftlab.split(model)
   assert after.graph == before.graph
@@ -198,9 +236,7 @@ def test_detach_is_the_inverse_of_attach():
   base = Two()
   model, _ = peftlab.attach(base, LORA, name='first')
   model, _ = peftlab.attach(model, LoRA(rank=3), name='second', where='up')
-  for detached in (
-    peftlab.detach(model), peftlab.detach(peftlab.detach(model, 'second'), 'first')
-  ):
+  for detached in (peftlab.detach(model), peftlab.detach(peftlab.detach(model, 'second'), 'first')):
     assert peftlab.split(detached).graph == peftlab.split(base).graph
     assert peftlab.assert_base_shared(base, detached) == '4/4'
   assert _attach.names(model) == ('first', 'second'), 'detach touched the model given'
@@ -239,18 +275,23 @@ def test_every_form_of_a_seed_gives_the_same_values():
   ]
   np.testing.assert_array_equal(*values)
   rngs = nnx.Rngs(7)
-  first, second = (peftlab.attach(Two(), LORA, rngs=rngs)[0].up.adapters[0].a[...] for _ in range(2))
+  first, second = (
+    peftlab.attach(Two(), LORA, rngs=rngs)[0].up.adapters[0].a[...] for _ in range(2)
+  )
   assert not np.array_equal(first, second), 'rngs were drawn from once'
 
 
 def test_a_model_of_shapes_gets_shapes_and_their_shardings():
   mesh = testing.meshes()['fsdp4_tensor2']
-  shape = lambda s: lambda a: jax.ShapeDtypeStruct(
-    a.shape, a.dtype, sharding=jax.NamedSharding(mesh, s)
-  )
+
+  def shape(s):
+    return lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, s))
+
   parts = peftlab.split(testing.StackModel())
   spec = shape(P(None, 'fsdp', 'tensor'))
-  kernels = {p: spec(a) if a.ndim == 3 else shape(P())(a) for p, a in _parts.flat(parts.base).items()}
+  kernels = {
+    p: spec(a) if a.ndim == 3 else shape(P())(a) for p, a in _parts.flat(parts.base).items()
+  }
   model = peftlab.merge(parts.replace(base=_parts.nest(kernels)))
   adapted, report = peftlab.attach(model, LoRA(rank=2, dropout=0.1))
   found = peftlab.split(adapted)
@@ -271,7 +312,8 @@ def test_first_values_lie_where_their_kernel_lies():
   model, report = peftlab.attach(placed, LoRA(rank=2))
   specs = {
     f'{layer}.{slot}': getattr(getattr(model.layers, layer).adapters[0], slot)[...].sharding.spec
-    for layer in ('up', 'down') for slot in ('a', 'b', 'scale')
+    for layer in ('up', 'down')
+    for slot in ('a', 'b', 'scale')
   }
   assert specs == {
     'up.a': P(None, ('fsdp', 'tensor'), None),
@@ -291,7 +333,10 @@ def test_under_tensor_parallelism_alone_each_factor_has_its_own_side():
   model, _ = peftlab.attach(placed, LoRA(rank=2))
   up, down = model.layers.up.adapters[0], model.layers.down.adapters[0]
   assert [v[...].sharding.spec for v in (up.a, up.b, down.a, down.b)] == [
-    P(None, None, None), P(None, None, 'tensor'), P(None, 'tensor', None), P(None, None, None),
+    P(None, None, None),
+    P(None, None, 'tensor'),
+    P(None, 'tensor', None),
+    P(None, None, None),
   ]
   parts = cases.randomized(peftlab.split(model))
   single = cases.randomized(peftlab.split(peftlab.attach(testing.StackModel(), LoRA(rank=2))[0]))

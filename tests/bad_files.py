@@ -137,3 +137,11 @@ def write_foreign_gguf() -> None:
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
+
+
+def write_rubbish_npz() -> None:
+  """x.npz, whose compressed bytes are spoilt."""
+  np.savez_compressed('x.npz', weights=np.arange(4000.0))
+  content = bytearray(pathlib.Path('x.npz').read_bytes())
+  content[200:400] = bytes(200)
+  write('x.npz', bytes(content))

@@ -179,6 +179,9 @@ RUNS = {
   'metrics': run(
     "Line 1 of 'run/metrics.jsonl'", lambda: make.write('run/metrics.jsonl', '{"kind": 3}\n{}\n')
   ),
+  'metrics of bytes': run(
+    "Line 1 of 'run/metrics.jsonl'", lambda: make.write('run/metrics.jsonl', b'{"\xff": 3}\n')
+  ),
 }
 ADAPTERS = {
   'folder': generate('--adapter=adaptr', "No folder 'adaptr'; did you mean 'adapter'?"),
@@ -189,6 +192,11 @@ ADAPTERS = {
   'card field missing': adapter('lacks base', lambda: make.edit('adapter/peftlab.json', base=None)),
   'card of another format': adapter(
     'has format 7', lambda: make.edit('adapter/peftlab.json', format=7)
+  ),
+  'card of no base': adapter('was edited', lambda: make.edit('adapter/peftlab.json', base=3)),
+  'dropout': adapter(
+    'expected a number of 0 to below 1',
+    lambda: make.edit('adapter/adapter_config.json', lora_dropout={}),
   ),
   'alpha edited': adapter(
     'was edited: adapter_config.json has alpha 64',
@@ -231,6 +239,11 @@ BASES = {
   'gguf huge shape': base('x.gguf', 'x.gguf', lambda: make.lie_in_gguf('token_embd.weight', 2**60)),
   'gguf tensors': base('x.gguf', "No tensor 'token_embd.weight'", make.write_foreign_gguf),
   'npz of something': base('x.npz', "'x.npz'", lambda: make.write('x.npz', b'something' * 9)),
+  'npz of rubbish': base('x.npz', "'x.npz' is not an npz file", make.write_rubbish_npz),
+  'model type of a type': base('hf', 'model_type 3', lambda: make.write_hf({'model_type': 3})),
+  'safetensors header of a type': base(
+    'hf', 'has dtype 3', lambda: spoil_hf(make.edit_header, 'model.safetensors', wrong_dtype)
+  ),
   'folder empty': base('hf', "'hf'", lambda: os.mkdir('hf')),
   'folder without config': base('hf', 'config.json', lambda: spoil_hf(os.unlink, 'config.json')),
   'config cut': base('hf', 'is not valid JSON', lambda: spoil_hf(make.cut, 'config.json')),
@@ -341,6 +354,10 @@ def spoil_hf(change: Callable, name: str, *arguments: object) -> None:
 
 def wrong_shape(header: dict) -> None:
   header['model.norm.weight']['shape'] = [2**40, 2**20]
+
+
+def wrong_dtype(header: dict) -> None:
+  header['model.norm.weight']['dtype'] = 3
 
 
 def wrong_place(header: dict) -> None:

@@ -1,4 +1,4 @@
-"""The setting of every test: 8 CPU devices, strict dtypes and ranks. Warnings are errors (pytest)."""
+"""The setting of every test: 8 CPU devices, strict dtypes and ranks; warnings are errors."""
 
 import jax
 import pytest

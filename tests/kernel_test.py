@@ -19,16 +19,27 @@ LAYOUTS = {
   'linear': (nnx.Linear(3, 5, rngs=RNGS), 'in out', 3, ('cda', 'ab', 'cdb')),
   'general, trailing': (
     nnx.LinearGeneral((2, 3), (4, 5), axis=(-2, -1), rngs=RNGS),
-    'in in out out', 4, ('efab', 'abcd', 'efcd'),
+    'in in out out',
+    4,
+    ('efab', 'abcd', 'efcd'),
   ),
   'general, leading': (
-    nnx.LinearGeneral(3, 5, axis=0, rngs=RNGS), 'in out', 3, ('acd', 'ab', 'cdb'),
+    nnx.LinearGeneral(3, 5, axis=0, rngs=RNGS),
+    'in out',
+    3,
+    ('acd', 'ab', 'cdb'),
   ),
   'einsum': (
-    nnx.Einsum('...hd,hde->...e', (2, 3, 5), rngs=RNGS), 'in in out', 4, ('ABhd', 'hde', 'ABe'),
+    nnx.Einsum('...hd,hde->...e', (2, 3, 5), rngs=RNGS),
+    'in in out',
+    4,
+    ('ABhd', 'hde', 'ABe'),
   ),
   'einsum, out first': (
-    nnx.Einsum('btd,hdk->bthk', (2, 3, 5), rngs=RNGS), 'out in out', 3, ('btd', 'hdk', 'bthk'),
+    nnx.Einsum('btd,hdk->bthk', (2, 3, 5), rngs=RNGS),
+    'out in out',
+    3,
+    ('btd', 'hdk', 'bthk'),
   ),
   'embed': (nnx.Embed(7, 3, rngs=RNGS), 'in out', 2, None),
   'conv': (nnx.Conv(3, 5, kernel_size=(2, 4), rngs=RNGS), 'in in in out', 4, None),
@@ -133,7 +144,10 @@ def test_a_bad_layer_type_is_refused(case, own_layers):
 def test_the_gradients_of_the_frozen_matmul_are_those_of_a_matmul():
   x = jax.random.normal(jax.random.key(0), (2, 3, 4))
   w = jax.random.normal(jax.random.key(1), (4, 5))
-  loss = lambda dot: lambda x, w: jnp.sum(jnp.sin(dot(x, w)))
+
+  def loss(dot):
+    return lambda x, w: jnp.sum(jnp.sin(dot(x, w)))
+
   for wrt in (0, 1, (0, 1)):
     got = jax.grad(loss(_kernel.frozen_dot), wrt)(x, w)
     expected = jax.grad(loss(jnp.matmul), wrt)(x, w)

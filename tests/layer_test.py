@@ -1,4 +1,4 @@
-"""Layers that carry adapters: every type against the layer with a merged kernel; dtypes; dropout."""
+"""Layers that carry adapters: each against the layer with a merged kernel; dtypes; dropout."""
 
 from flax import nnx
 import jax
@@ -29,7 +29,8 @@ LAYERS = {
     (2, 3, 2, 3),
   ),
   'general, leading axes': (
-    lambda: nnx.LinearGeneral((2, 3), 5, axis=(1, 0), bias_init=NORMAL, rngs=rngs()), (2, 3, 4),
+    lambda: nnx.LinearGeneral((2, 3), 5, axis=(1, 0), bias_init=NORMAL, rngs=rngs()),
+    (2, 3, 4),
   ),
   'einsum': (
     lambda: nnx.Einsum('btd,hdk->bthk', (2, 6, 4), (2, 4), bias_init=NORMAL, rngs=rngs()),
@@ -45,10 +46,12 @@ LAYERS = {
   ),
   'einsum without bias': (lambda: nnx.Einsum('td,df->tf', (6, 4), rngs=rngs()), (3, 6)),
   'conv': (
-    lambda: nnx.Conv(6, 10, (3,), strides=(2,), bias_init=NORMAL, rngs=rngs()), (2, 7, 6),
+    lambda: nnx.Conv(6, 10, (3,), strides=(2,), bias_init=NORMAL, rngs=rngs()),
+    (2, 7, 6),
   ),
   'conv 2d': (
-    lambda: nnx.Conv(3, 5, (2, 3), padding='VALID', kernel_dilation=2, rngs=rngs()), (2, 7, 8, 3),
+    lambda: nnx.Conv(3, 5, (2, 3), padding='VALID', kernel_dilation=2, rngs=rngs()),
+    (2, 7, 8, 3),
   ),
 }
 
@@ -86,7 +89,7 @@ def test_the_frozen_matmul_is_computed_by_the_layer_itself():
   """A layer that scales its output: base(x) is its own output, not x @ kernel."""
 
   class Doubling(nnx.Linear):
-    def __call__(self, inputs, out_sharding=None):
+    def __call__(self, inputs):
       return 2 * super().__call__(inputs)
 
   layer = Doubling(6, 10, use_bias=False, rngs=rngs())
@@ -133,7 +136,10 @@ def test_names_do_not_count_when_graphs_are_compared():
 
 def test_no_gradient_reaches_a_constant():
   parts = _randomized(nnx.Linear(6, 10, rngs=rngs()))
-  loss = lambda adapter: jnp.sum(peftlab.merge(parts.replace(adapter=adapter))(jnp.ones((2, 6))))
+
+  def loss(adapter):
+    return jnp.sum(peftlab.merge(parts.replace(adapter=adapter))(jnp.ones((2, 6))))
+
   gradient = jax.grad(loss)(parts.adapter)['adapters'][0]
   assert float(gradient['scale']) == 0.0
   assert float(jnp.max(jnp.abs(gradient['a']))) > 0
@@ -156,5 +162,8 @@ def test_the_same_rng_state_draws_the_same_dropout():
   model = peftlab.merge(_randomized(nnx.Linear(6, 10, rngs=rngs()), dropout=0.5))
   model.train()
   parts = peftlab.split(model)
-  run = lambda: peftlab.merge(parts)(jnp.ones((4, 6)))
+
+  def run():
+    return peftlab.merge(parts)(jnp.ones((4, 6)))
+
   np.testing.assert_array_equal(run(), run())

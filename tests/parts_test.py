@@ -4,7 +4,8 @@ import chex
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import pytest
 
 import peftlab
@@ -162,7 +163,9 @@ def test_assert_base_shared_counts_and_names():
   assert peftlab.assert_base_shared(peftlab.split(model).base, adapted) == '4/4'
   parts = peftlab.split(adapted)
   copied = parts.replace(base=jax.tree.map(lambda a: a + 0, parts.base))
-  with pytest.raises(AssertionError, match='4 of 4 base arrays are not shared: layers.down.bias, '):
+  with pytest.raises(
+    AssertionError, match=r'4 of 4 base arrays are not shared: layers.down.bias, '
+  ):
     peftlab.assert_base_shared(model, copied)
   del copied.base['layers']['up']
   with pytest.raises(AssertionError, match=r'layers.up.kernel'):
@@ -171,5 +174,5 @@ def test_assert_base_shared_counts_and_names():
 
 def test_assert_base_shared_shortens_a_long_list():
   before = {f'w{i:02d}': jnp.zeros(1) for i in range(12)}
-  with pytest.raises(AssertionError, match='12 of 12 .*: w00, .*w07 and 4 more.$'):
+  with pytest.raises(AssertionError, match=r'12 of 12 .*: w00, .*w07 and 4 more.$'):
     peftlab.assert_base_shared(before, {})

@@ -29,7 +29,7 @@ def test_an_unknown_name_is_told_with_the_nearest_and_all():
   message = "^No tool 'hamer'; did you mean 'hammer'\\? Registered: hammer, saw.$"
   with pytest.raises(ValueError, match=message):
     registry.get('hamer')
-  with pytest.raises(ValueError, match="^No tool 'xyz'. Registered: hammer, saw.$"):
+  with pytest.raises(ValueError, match=r"^No tool 'xyz'. Registered: hammer, saw.$"):
     registry.get('xyz')
 
 
@@ -57,13 +57,16 @@ def test_a_name_is_a_word(name):
 
 
 def test_what_is_not_registered_has_no_name():
-  with pytest.raises(ValueError, match='^builtins.dict is not a registered tool.$'):
+  with pytest.raises(ValueError, match=r'^builtins.dict is not a registered tool.$'):
     Registry('tool').name_of(dict)
 
 
 def test_an_installed_package_adds_a_type_by_entry_point(monkeypatch):
   point = importlib.metadata.EntryPoint('ordered', 'collections:OrderedDict', 'shop.tools')
-  found = lambda *, group: [point] if group == 'shop.tools' else []
+
+  def found(*, group):
+    return [point] if group == 'shop.tools' else []
+
   monkeypatch.setattr(importlib.metadata, 'entry_points', found)
   registry = Registry('tool', entry_points='shop.tools')
   assert registry.names() == ('ordered',)
@@ -81,9 +84,17 @@ def _package(tmp_path, monkeypatch, name, modules):
 
 
 def test_the_modules_of_a_package_register_themselves_when_asked(tmp_path, monkeypatch):
-  registry = Registry('tool', package=_package(tmp_path, monkeypatch, 'tools_a', {
-    'saw': "import registry_under_test as r\nr.registry.register('saw')(dict)\n",
-  }))
+  registry = Registry(
+    'tool',
+    package=_package(
+      tmp_path,
+      monkeypatch,
+      'tools_a',
+      {
+        'saw': "import registry_under_test as r\nr.registry.register('saw')(dict)\n",
+      },
+    ),
+  )
   holder = type(sys)('registry_under_test')
   holder.registry = registry
   monkeypatch.setitem(sys.modules, 'registry_under_test', holder)

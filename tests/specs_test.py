@@ -7,7 +7,8 @@ import hypothesis
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 import qwix
@@ -205,7 +206,9 @@ def test_place_puts_every_array_where_it_was_said_and_touches_no_value():
   assert up[...].sharding == NamedSharding(mesh, P(None, 'fsdp', None))
   assert down[...].sharding == NamedSharding(mesh, P(None, None, 'fsdp'))
   assert {d.path for d in dropped} == {
-    'layers.up.kernel', 'layers.up.bias', 'layers.down.kernel',
+    'layers.up.kernel',
+    'layers.up.bias',
+    'layers.down.kernel',
   }
   np.testing.assert_array_equal(up[...], model.layers.up.kernel[...])
   assert peftlab.split(placed).graph == peftlab.split(model).graph
@@ -226,7 +229,9 @@ def test_a_composite_leaf_gives_each_array_its_own_sharding():
 
 def test_codes_and_scales_are_each_fitted_to_their_own_shape():
   """Codes (128, 4, 32) and scales (4, 4, 32) of one kernel, tiles of 32, on fsdp 8."""
-  array = qwix.quantize(jnp.ones((128, 4, 32)), jnp.int8, channelwise_axes=(1, 2), tiled_axes={0: 32})
+  array = qwix.quantize(
+    jnp.ones((128, 4, 32)), jnp.int8, channelwise_axes=(1, 2), tiled_axes={0: 32}
+  )
   assert (array.qvalue.shape, array.scale.shape) == ((128, 4, 32), (4, 4, 32))
   module = nnx.Module()
   module.w = nnx.Param(array, axes=('embed', 'mlp', 'head_dim'))
@@ -240,7 +245,7 @@ def test_codes_and_scales_are_each_fitted_to_their_own_shape():
 def test_metadata_that_disagrees_with_the_rank_is_an_error(axes):
   module = nnx.Module()
   module.w = nnx.Param(jnp.zeros((4, 4)), axes=axes)
-  with pytest.raises(ValueError, match=r"^w has axes .* for shape \(4, 4\) \(2 dimensions\)"):
+  with pytest.raises(ValueError, match=r'^w has axes .* for shape \(4, 4\) \(2 dimensions\)'):
     _specs.shardings(module, mesh_of(**MESH), RULES)
 
 
@@ -286,7 +291,10 @@ def test_without_a_mesh_or_on_an_explicit_one_an_activation_stays():
 
 def test_inside_shard_map_the_manual_axes_are_left_out():
   mesh = mesh_of(stage=2, tensor=4)
-  body = lambda x: _specs.constrain(x, ('stage', 'mlp'), RULES)
+
+  def body(x):
+    return _specs.constrain(x, ('stage', 'mlp'), RULES)
+
   with jax.set_mesh(mesh):
     mapped = jax.shard_map(body, in_specs=P('stage'), out_specs=P('stage'), axis_names={'stage'})
     y = jax.jit(mapped)(jnp.zeros((2, 8)))

@@ -1,4 +1,4 @@
-"""Stacks: shapes as one literal tree, stack axis 0 and 1, nested stacks, metadata, what is refused."""
+"""Stacks: shapes as literal trees, stack axis 0 and 1, nested stacks, metadata; bad input."""
 
 from flax import nnx
 import jax
@@ -75,7 +75,7 @@ def test_rngs_are_drawn_from_their_params_stream_once():
 def test_lengths_0_and_1_and_negative():
   assert peftlab.stack(block, 0, rngs=0).up.kernel.shape == (0, 16, 24)
   assert peftlab.stack(block, 1, rngs=0).up.kernel.shape == (1, 16, 24)
-  with pytest.raises(ValueError, match='^A stack cannot have -1 layers.$'):
+  with pytest.raises(ValueError, match=r'^A stack cannot have -1 layers.$'):
     peftlab.stack(block, -1, rngs=0)
 
 

@@ -82,7 +82,10 @@ def _show(name: str, kind: str, results: Iterator[suite.Result]) -> bool:
 def _summary(results: Iterable[suite.Result]) -> str:
   """'34 properties: 30 hold, 3 do not apply, 1 fails: fuse_equals_apply (20 s).'."""
   results = list(results)
-  count = lambda status: sum(r.status == status for r in results)
+
+  def count(status: str) -> int:
+    return sum(r.status == status for r in results)
+
   failed = ', '.join(r.property.name for r in results if r.status == 'fail')
   seconds = sum(r.seconds for r in results)
   fails = f'{count("fail")} fail: {failed}' if failed else '0 fail'

@@ -132,12 +132,13 @@ def _loss(adapter: Any, parts: _parts.Parts, x: jax.Array) -> tuple[jax.Array, j
 
 
 @jax.jit
-def outputs_and_gradients(
-  parts: _parts.Parts, x: jax.Array
-) -> tuple[jax.Array, jax.Array, Any]:
+def outputs_and_gradients(parts: _parts.Parts, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
   """(outputs, loss, gradients of every inexact array of the adapter)."""
   inexact, rest = partition(parts.adapter)
-  loss = lambda some: _loss(combine(some, rest), parts, x)
+
+  def loss(some: Any) -> Any:
+    return _loss(combine(some, rest), parts, x)
+
   (value, y), gradients = jax.value_and_grad(loss, has_aux=True)(inexact)
   return y, value, gradients
 
@@ -146,10 +147,16 @@ def outputs_and_gradients(
 def _train(adapter: Any, parts: _parts.Parts, x: jax.Array, steps: int) -> Any:
   for _ in range(steps):
     inexact, rest = partition(adapter)
-    loss = lambda some, rest=rest: _loss(combine(some, rest), parts, x)
+
+    def loss(some: Any, rest: Any = rest) -> Any:
+      return _loss(combine(some, rest), parts, x)
+
     gradients, _ = jax.grad(loss, has_aux=True)(inexact)
     size = STEP / (optax.tree.norm(gradients) + 1e-12)
-    move = lambda a, g, size=size: a - (size * g).astype(a.dtype)
+
+    def move(a: jax.Array, g: jax.Array, size: jax.Array = size) -> jax.Array:
+      return a - (size * g).astype(a.dtype)
+
     adapter = combine(jax.tree.map(move, inexact, gradients), rest)
   return adapter
 
@@ -200,7 +207,10 @@ def assert_close(actual: Any, expected: Any, what: str, *, tolerance: float = TO
 
 def assert_equal(actual: Any, expected: Any, what: str) -> None:
   """Asserts bitwise equality."""
-  check = lambda: chex.assert_trees_all_equal(actual, expected)
+
+  def check():
+    return chex.assert_trees_all_equal(actual, expected)
+
   _explained(check, actual, expected, what)
 
 

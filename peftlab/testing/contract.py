@@ -150,9 +150,7 @@ def reads_no_initial_field(case: cases.Case) -> None:
     cases.assert_equal(now, y, f'{changed} with the arrays of {case.adapter}')
 
 
-def _watched(
-  adapter: _adapter.Adapter, names: set[str]
-) -> tuple[_adapter.Adapter, set[str]]:
+def _watched(adapter: _adapter.Adapter, names: set[str]) -> tuple[_adapter.Adapter, set[str]]:
   """A copy of an adapter that notes which of some fields are read."""
   kind = type(adapter)
   read: set[str] = set()

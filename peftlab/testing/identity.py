@@ -41,7 +41,7 @@ def _switched(parts: _parts.Parts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def disabled_is_base(case: cases.Case) -> None:
-  """Switched off it is exactly the base, also nested; on again, or after an exception, as before."""
+  """Switched off it is exactly the base, also nested; on again, or after an error, as before."""
   x = cases.stack_input()
   on, off = cases.forward(case.random, x), cases.base_output()
   inside, after = _switched(case.random, x)
@@ -63,7 +63,7 @@ def detach_gives_back_base(case: cases.Case) -> None:
 
 
 def keeps_activations_dtype(case: cases.Case) -> None:
-  """In bfloat16 over a float32 base the carry of a scan and the output stay bfloat16, and finite."""
+  """In bfloat16 over a float32 base the carry of a scan and the output stay bfloat16."""
   dtype = jnp.bfloat16
   model, _ = _attach.attach(cases.base_model(dtype=dtype), case.adapter)
   parts = cases.randomized(_parts.split(model))

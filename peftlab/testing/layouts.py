@@ -123,7 +123,10 @@ def _forward(parts: _parts.Parts, x: jax.Array) -> jax.Array:
 
 def _abstract(model: nnx.Module) -> nnx.Module:
   parts = _parts.split(model)
-  shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+
+  def shape(a: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+
   return _parts.merge(parts.replace(base=jax.tree.map(shape, parts.base)))
 
 

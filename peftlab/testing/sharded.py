@@ -7,7 +7,6 @@ from typing import Any
 
 import chex
 from flax import nnx
-import jax
 
 from peftlab import _attach, _parts, _specs
 from peftlab.testing import case as cases
@@ -26,7 +25,7 @@ def _attached(case: cases.Case, model: nnx.Module) -> tuple[_parts.Parts, _parts
 
 
 def same_on_every_mesh(case: cases.Case) -> None:
-  """Meshes (8, 1), (4, 2), (2, 4): the same first values, outputs and gradients as on one device."""
+  """Meshes (8, 1), (4, 2), (2, 4): first values, outputs and gradients are those of one device."""
   single, random = _attached(case, cases.base_model(models.HALF))
   x = cases.stack_input(models.HALF[0])
   y, _, gradients = cases.outputs_and_gradients(random, x)

@@ -8,6 +8,7 @@ import functools
 import time
 
 from peftlab import _adapter, _registry
+from peftlab.testing import case as cases
 from peftlab.testing import (
   contract,
   files,
@@ -19,7 +20,6 @@ from peftlab.testing import (
   targets,
   training,
 )
-from peftlab.testing import case as cases
 
 GROUPS = (contract, identity, layouts, merging, training, several, targets, sharded, files)
 
@@ -98,9 +98,7 @@ def check(claim: Property, case: cases.Case) -> Result:
   return Result(claim, status, ' '.join(reason.split()), time.perf_counter() - start)
 
 
-def results(
-  adapter: _adapter.Adapter | type, *, only: Iterable[str] = ()
-) -> Iterator[Result]:
+def results(adapter: _adapter.Adapter | type, *, only: Iterable[str] = ()) -> Iterator[Result]:
   """Like `check_adapter`, one result at a time."""
   chosen = select(only)
   case = cases.Case(adapter)
@@ -108,9 +106,7 @@ def results(
     yield check(claim, case)
 
 
-def check_adapter(
-  adapter: _adapter.Adapter | type, *, only: Iterable[str] = ()
-) -> list[Result]:
+def check_adapter(adapter: _adapter.Adapter | type, *, only: Iterable[str] = ()) -> list[Result]:
   """Puts an adapter through the properties. Needs 8 devices, see `use_cpu_devices`.
 
   Args:

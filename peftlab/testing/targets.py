@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import functools
 
 from flax import nnx
@@ -14,7 +13,13 @@ from peftlab.testing import case as cases
 from peftlab.testing import models, probe
 
 LAYERS = ('conv', 'linear', 'general', 'einsum', 'head')
-INPUTS = {'conv': (2, 6, 15), 'linear': (4, 9), 'general': (4, 21), 'einsum': (4, 3, 5), 'head': (4, 15)}
+INPUTS = {
+  'conv': (2, 6, 15),
+  'linear': (4, 9),
+  'general': (4, 21),
+  'einsum': (4, 3, 5),
+  'head': (4, 15),
+}
 
 
 def _rows(name: str, x: jax.Array) -> jax.Array:
@@ -56,7 +61,7 @@ def _both(
 
 
 def works_on_every_layer_type(case: cases.Case) -> None:
-  """Linear, LinearGeneral, Einsum, Conv of odd widths: as apply on the layer written as a matmul."""
+  """Linear, LinearGeneral, Einsum, Conv of odd widths: as apply on the layer as a matmul."""
   model, report = _attach.attach(cases.zoo_model(), case.adapter, where=LAYERS)
   assert sorted(row.path for row in report.rows) == sorted(LAYERS), f'adapted {report.rows}'
   parts = cases.randomized(_parts.split(model))
@@ -65,10 +70,11 @@ def works_on_every_layer_type(case: cases.Case) -> None:
 
 
 def embeddings_as_claimed(case: cases.Case) -> None:
-  """On an embedding table apply works as on one-hot rows, or embeddings = False and it is refused."""
-  attach: Callable[[], tuple[nnx.Module, object]] = lambda: _attach.attach(
-    cases.zoo_model(), case.adapter, where='embed'
-  )
+  """On an embedding apply works as on one-hot rows, or embeddings = False and it is refused."""
+
+  def attach() -> tuple[nnx.Module, object]:
+    return _attach.attach(cases.zoo_model(), case.adapter, where='embed')
+
   if not case.adapter.embeddings:
     try:
       attach()

@@ -89,7 +89,8 @@ def dropout_is_for_training(case: cases.Case) -> None:
   assert all(bool(jnp.all(c == 2)) for c in counts), f'2 calls counted {counts}'
   keys = [jax.random.key_data(k) for k in _rng_keys(parts)]
   same = [bool(jnp.all(k[0] == k[1])) for k in keys]
-  assert keys and not any(same), 'two layers draw the same masks'
+  assert keys, 'it holds no rng key at dropout 0.5'
+  assert not any(same), 'two layers draw the same masks'
 
 
 @jax.jit

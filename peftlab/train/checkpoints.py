@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from peftlab.formats import files
 from peftlab.train import fields
+from peftlab.train.config import IMMATERIAL
 
 FORMAT = 1
 MANIFEST = 'sha256.json'
@@ -158,8 +159,8 @@ def _check_arrays(saved: dict[str, str], like: Mapping[str, jax.Array], where: s
 
 
 def check_same_config(saved: dict[str, Any], now: dict[str, Any], *, subject: str) -> None:
-  """Raises ValueError, naming the fields that differ, unless two configs are the same."""
-  names = fields.differences(saved, now)
+  """Raises ValueError, naming the fields that differ, unless two configs make the same run."""
+  names = [name for name in fields.differences(saved, now) if name not in IMMATERIAL]
   if names:
     told = ', '.join(f'{n} ({_at(saved, n)} there, {_at(now, n)} here)' for n in names[:6])
     more = f' and {len(names) - 6} more' if len(names) > 6 else ''

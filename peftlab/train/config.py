@@ -14,6 +14,20 @@ OBJECTIVES = ('pretrain', 'sft')
 SPLITS = ('conversation', 'hash', 'position')
 TEMPLATES = ('auto', 'chat', 'plain')
 
+# Fields that change how a run is computed or shown, not what it computes: a run is continued with
+# other values of them.
+IMMATERIAL = (
+  'mesh.data',
+  'mesh.fsdp',
+  'mesh.tensor',
+  'base.applier',
+  'base.remat',
+  'train.keep',
+  'train.log_every',
+  'train.eval_every',
+  'train.checkpoint_every',
+)
+
 
 def _settle(config: Any, prefix: str) -> None:
   """Turns an int into the float, a list into the tuple that a field holds; for __post_init__."""

@@ -73,14 +73,14 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[Record]:
   path = pathlib.Path(folder) / FILE
   if not path.exists():
     return []
-  *lines, torn = path.read_text(encoding='utf-8').split('\n')
+  *lines, torn = path.read_bytes().split(b'\n')
   del torn
   found: dict[tuple[str, int], Record] = {}
   for number, line in enumerate(lines, start=1):
     subject = f"Line {number} of '{path}'"
     record = files.parse_json(line, subject=subject)
     if not isinstance(record.get('step'), int) or not isinstance(record.get('kind'), str):
-      raise ValueError(f'{subject} is not a record with kind and step: {line:.80}.')
+      raise ValueError(f'{subject} is not a record with kind and step: {record!r:.80}.')
     found[record['kind'], record['step']] = record
   return sorted(found.values(), key=lambda record: record['step'])
 

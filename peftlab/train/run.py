@@ -187,7 +187,7 @@ class Run:
       return []
     number, values = self._pending
     self._pending = None
-    numbers = {name: float(value) for name, value in values.items()}
+    numbers = {name: value.item() for name, value in values.items()}
     loss, finite = numbers['loss'], math.isfinite(numbers['loss'])
     train = self.experiment.train
     if number % train.log_every == 0 or number in (1, train.steps) or not finite:

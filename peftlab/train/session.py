@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _parts
+from peftlab import _parts, _specs
 from peftlab.formats import adapter_folder, files
 from peftlab.models import load
 from peftlab.train import devices, fields, loop, page, summary
@@ -42,6 +42,8 @@ def load_base(
   )
   shape = dict(mesh.shape) if mesh is not None else '1 device'
   say(f'base: {base.source} on {shape}, {time.monotonic() - started:.1f} s')
+  for dropped in _specs.shardings(model, mesh)[1] if mesh is not None else ():
+    say(f'dropped: {dropped}')
   return model, mesh
 
 

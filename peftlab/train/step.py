@@ -99,7 +99,7 @@ def update(
   metrics = {
     'loss': value,
     'grad_norm': norm,
-    'tokens': loss.count_tokens(batch),
+    'tokens': loss.count_tokens(batch).astype(jnp.int32),
     'learning_rate': rate,
     'skipped': (~ok).astype(jnp.int32),
   }

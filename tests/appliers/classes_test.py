@@ -131,7 +131,10 @@ def test_a_replaced_kernel_is_gone_and_its_codes_get_out(applier, axis, qtype):
     assert after.base[name].shape == (*one[:axis], LENGTH, *one[axis:])
   kernels = np.moveaxis(np.asarray(before.base['kernel']), axis, 0)
   for i in range(LENGTH):
-    take = lambda name, i=i: jnp.take(after.base[name], i, axis=axis)
+
+    def take(name, i=i):
+      return jnp.take(after.base[name], i, axis=axis)
+
     array = qwix.QArray(qvalue=take('codes'), scale=take('scale'), qtype=dtype)
     off = np.asarray(qwix.dequantize(array)).reshape(D, D) - kernels[i]
     assert np.linalg.norm(off) < error * np.linalg.norm(kernels[i])

@@ -115,7 +115,10 @@ def test_remat_changes_no_output_and_no_gradient(applier, plain):
 def test_the_stack_axis_changes_no_output_and_no_gradient(applier, axis, plain):
   model = testing.StackModel(length=3, axis=axis, applier=applier)
   parts = peftlab.split(peftlab.attach(model, LoRA(rank=2))[0])
-  at = lambda array: min(axis, array.ndim - 1)
+
+  def at(array):
+    return min(axis, array.ndim - 1)
+
   moved = jax.tree.map(lambda a: jnp.moveaxis(a, 0, at(a)), plain[0].adapter)
   chex.assert_trees_all_equal_shapes(moved, parts.adapter)
   got = cases.outputs_and_gradients(parts.replace(adapter=moved), X)

@@ -1,4 +1,4 @@
-"""What layers change while they run: counters, sown values, rngs, caches; and what they are given."""
+"""What layers change while they run: counters, sown values, rngs, caches; their context."""
 
 import chex
 from flax import nnx
@@ -120,7 +120,10 @@ class Cached(nnx.Module):
 @each_applier
 def test_context_reaches_every_layer_and_caches_come_back_in_layer_order(applier):
   layers = peftlab.stack(Cached, LENGTH, rngs=0)
-  body = lambda layer, x, *context: layer(x, *context)
+
+  def body(layer, x, *context):
+    return layer(x, *context)
+
   mask = jnp.array([[True, True, False, False]])
   for position in (0, 3):
     y, layers = applier.run(layers, X, body, jnp.int32(position), mask, None)
@@ -188,7 +191,10 @@ def test_gradients_flow_to_x_and_to_what_is_trained_only(applier):
       return jnp.tanh(x @ self.w[...]) * self.a[...].reshape(1, -1)
 
   parts = peftlab.split(peftlab.stack(Scaled, LENGTH, rngs=0))
-  loss = lambda a, x: jnp.sum(applier.apply(parts.replace(adapter=a), x, run)[0])
+
+  def loss(a, x):
+    return jnp.sum(applier.apply(parts.replace(adapter=a), x, run)[0])
+
   by_a, by_x = jax.grad(loss, (0, 1))(parts.adapter, X)
   expected = _gradients(np.asarray(parts.base['w']))
   chex.assert_trees_all_close(by_a['a'], expected[0], rtol=1e-4, atol=1e-6)
@@ -208,16 +214,6 @@ def _gradients(w):
   return np.array(by_a, np.float32), dy.astype(np.float32)
 
 
-BAD = {
-  'lengths': (
-    lambda: _parts.merge(_two_lengths()),
-    r'The layers of a stack must be equally many: \w+ has 3, \w+ has 2',
-  ),
-  'nothing': (lambda: nnx.Module(), 'must be equally many: it has no array'),
-  'a scalar': (lambda: _scalar(), r'w of shape \(\) has no layer axis'),
-}
-
-
 def _two_lengths():
   parts = peftlab.split(peftlab.stack(Counting, LENGTH, rngs=0))
   return parts.replace(state={'calls': jnp.zeros((2,), jnp.int32)})
@@ -227,6 +223,16 @@ def _scalar():
   module = nnx.Module()
   module.w = nnx.Param(jnp.zeros(()))
   return module
+
+
+BAD = {
+  'lengths': (
+    lambda: _parts.merge(_two_lengths()),
+    r'The layers of a stack must be equally many: \w+ has 3, \w+ has 2',
+  ),
+  'nothing': (nnx.Module, 'must be equally many: it has no array'),
+  'a scalar': (_scalar, r'w of shape \(\) has no layer axis'),
+}
 
 
 @pytest.mark.parametrize('case', BAD)

@@ -61,7 +61,11 @@ def test_b_starts_at_0_and_the_scale_is_frozen():
 
 
 # Standard deviation of A [400, 50] by definition: fan-in 400.
-DEVIATIONS = {'he_uniform': math.sqrt(2 / 400), 'gaussian': 0.02, 'lecun_normal': math.sqrt(1 / 400)}
+DEVIATIONS = {
+  'he_uniform': math.sqrt(2 / 400),
+  'gaussian': 0.02,
+  'lecun_normal': math.sqrt(1 / 400),
+}
 
 
 @pytest.mark.parametrize('init', INITS)

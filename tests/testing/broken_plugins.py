@@ -1,6 +1,7 @@
 """Adapter types with one mistake each. FAILS: the properties that must catch it, by type."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ class FusesToBfloat16(LowRank):
 class CountsLayersItself(LowRank):
   """The layer's index by counting calls: under scan there is one call for all layers."""
 
-  calls = []
+  calls: ClassVar[list[int]] = []
 
   def apply(self, x, base, p):
     self.calls.append(len(self.calls))
@@ -135,7 +136,7 @@ class WritesAnAttribute(LowRank):
 
 @fails('has_no_memory', 'disabled_is_base', 'deltas_add_up', 'adding_leaves_the_others')
 class Remembers(LowRank):
-  calls = []
+  calls: ClassVar[list[int]] = []
 
   def apply(self, x, base, p):
     self.calls.append(1)
@@ -188,7 +189,7 @@ class OwnKey(LowRank):
 
 @fails('slots_are_stable')
 class SlotsChange(LowRank):
-  calls = []
+  calls: ClassVar[list[int]] = []
 
   def slots(self):
     self.calls.append(1)
@@ -199,14 +200,20 @@ class SlotsChange(LowRank):
 @fails('slots_have_their_shape')
 class AnotherShapeThanItSays(LowRank):
   def slots(self):
-    wide = lambda key, shape, dtype: jnp.ones((shape[0] + 1, *shape[1:]), dtype)
+    def wide(key, shape, dtype):
+      del key
+      return jnp.ones((shape[0] + 1, *shape[1:]), dtype)
+
     return super().slots() | {'a': Slot(dims='in rank', init=wide)}
 
 
 @fails('slots_have_their_shape')
 class AnotherDtypeThanItSays(LowRank):
   def slots(self):
-    zeros = lambda key, shape, dtype: jnp.zeros(shape)
+    def zeros(key, shape, dtype):
+      del key, dtype
+      return jnp.zeros(shape)
+
     return super().slots() | {'b': Slot(dims='rank out', init=zeros, dtype=jnp.bfloat16)}
 
 

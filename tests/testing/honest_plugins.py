@@ -58,7 +58,11 @@ class Magnitude(peftlab.Adapter):
 
   def slots(self):
     scale = peftlab.constant(self.alpha / self.rank)
-    norms = lambda key, shape, dtype, w: column_norms(w).astype(dtype)
+
+    def norms(key, shape, dtype, w):
+      del key, shape
+      return column_norms(w).astype(dtype)
+
     return {
       'a': Slot(dims='in rank', init=jax.nn.initializers.he_uniform()),
       'b': Slot(dims='rank out'),
@@ -165,4 +169,3 @@ class Gate(peftlab.Adapter):
   def apply(self, x, base, p):
     hidden = jnp.einsum('...i,ir->...r', base.dropout(x, self.dropout), p.a)
     return base(x) + jnp.tanh(hidden) @ p.b
-

@@ -95,7 +95,10 @@ def train_all(monkeypatch, case):
 
 @breaks('counts_what_it_trains')
 def count_the_frozen(monkeypatch, case):
-  monkeypatch.setattr(_parts, 'trainable', lambda parts: jax.tree.map(lambda a: True, parts.adapter))
+  del case
+  monkeypatch.setattr(
+    _parts, 'trainable', lambda parts: jax.tree.map(lambda a: True, parts.adapter)
+  )
 
 
 @breaks('a_taken_name_is_refused')
@@ -117,14 +120,22 @@ def detach_the_wrong_one(monkeypatch, case):
 @breaks('arrays_are_sharded_like_their_kernel')
 def replicate(monkeypatch, case):
   del case
-  spec = lambda dims, shape, *rest: (jax.P(*(None for _ in shape)), [])
+
+  def spec(dims, shape, *rest):
+    del dims, rest
+    return (jax.P(*(None for _ in shape)), [])
+
   monkeypatch.setattr(_specs, 'factor_spec', spec)
 
 
 @breaks('same_on_every_mesh')
 def place_another_model(monkeypatch, case):
   del case
-  other = lambda mesh, sizes: testing.StackModel(sizes, seed=1)
+
+  def other(mesh, sizes):
+    del mesh
+    return testing.StackModel(sizes, seed=1)
+
   monkeypatch.setattr(sharded, '_placed', other)
 
 

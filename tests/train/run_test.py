@@ -1,13 +1,15 @@
 """A run: resumed equals uninterrupted, bitwise; divergence and damage are told and survived."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peftlab import _parts
-from peftlab.train import checkpoints, loop, metrics, run, summary
+from peftlab import _parts, _specs
+from peftlab.train import checkpoints, config, devices, loop, metrics, run, summary
 from tests.train import tiny
 
 pytestmark = pytest.mark.usefixtures('quick_compiles')
@@ -159,3 +161,18 @@ def test_a_stop_saves_and_is_told(tmp_path):
   assert loop.EXIT_CODES[one.status] == 42
   again, _ = start(tmp_path)
   assert again.step == 3
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+  whole = finished(tmp_path / 'whole')
+  stop_after(tmp_path / 'moved', 3)
+  moved = dataclasses.replace(tiny.experiment(), mesh=config.MeshConfig(fsdp=2))
+  mesh = devices.make_mesh(moved.mesh)
+  model, _ = _specs.place(tiny.base_model(), mesh)
+  one, lines = start(tmp_path / 'moved', moved, model=model, mesh=mesh)
+  assert lines == ['tiny: continues from step 2 of 6']
+  loop.train([one], say=lambda line: None)
+  expected = state(whole)
+  for name, array in state(one).items():
+    if not name.startswith('opt_state.inner'):
+      np.testing.assert_allclose(array, expected[name], rtol=1e-2, atol=1e-3, err_msg=name)

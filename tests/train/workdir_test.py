@@ -6,6 +6,7 @@ import pytest
 
 from peftlab.plugins.lora import LoRA
 from peftlab.train import workdir
+from peftlab.train.config import MeshConfig
 from tests.train import tiny
 
 ONE = tiny.experiment()
@@ -22,6 +23,14 @@ def make_run(folder):
 def test_the_same_config_goes_on(tmp_path):
   make_run(tmp_path / 'w')
   with workdir.claimed(tmp_path / 'w', ONE) as path:
+    assert (path / 'metrics.jsonl').exists()
+
+
+def test_what_does_not_change_the_result_may_be_changed(tmp_path):
+  make_run(tmp_path / 'w')
+  train = dataclasses.replace(ONE.train, checkpoint_every=1, keep=5, log_every=3, eval_every=2)
+  other = dataclasses.replace(ONE, train=train, mesh=MeshConfig(fsdp=8))
+  with workdir.claimed(tmp_path / 'w', other) as path:
     assert (path / 'metrics.jsonl').exists()
 
 
