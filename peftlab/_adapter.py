@@ -23,12 +23,18 @@ def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def constant(value: float) -> Init:
   """Init of a slot with one number, a scale for example."""
+  return _Constant(float(value))
 
-  def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+  """An init that compares equal to another of the same number, so that its program is shared."""
+
+  value: float
+
+  def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     del key
-    return jnp.full(shape, value, dtype)
-
-  return init
+    return jnp.full(shape, self.value, dtype)
 
 
 def initial(default: Any, doc: str = '') -> Any:

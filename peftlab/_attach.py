@@ -83,7 +83,9 @@ def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[st
     variables[slot_name] = kind(arrays[slot_name], **metadata)
   rng = None
   if adapter.stochastic:
-    key = arrays.get('rng_key', _initial.site_keys(jax.random.key(0), plan.site))
+    key = arrays.get('rng_key')
+    if key is None:
+      key = _initial.dropout_keys(plan, _initial.site_key(jax.random.key(0), plan.site))
     count = _zeros_like(key)
     rng = (nnx.RngKey(key, tag='dropout'), nnx.RngCount(count, tag='dropout'))
   attached = _layer.Attached(adapter, name, variables, rng)

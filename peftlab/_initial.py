@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 from typing import Any
 import zlib
 
@@ -15,6 +16,7 @@ from peftlab import _adapter, _kernel, _parts, _plan, _sites
 
 
 def root_key(rngs: nnx.Rngs | jax.Array | int) -> jax.Array:
+  """The key that a seed, a key, or one draw of nnx.Rngs gives."""
   if isinstance(rngs, nnx.Rngs):
     return rngs.params()
   if isinstance(rngs, int) and not isinstance(rngs, bool):
@@ -27,51 +29,93 @@ def root_key(rngs: nnx.Rngs | jax.Array | int) -> jax.Array:
 def initial_values(
   plans: list[_plan.Plan], adapter: _adapter.Adapter, key: jax.Array
 ) -> dict[str, dict[str, Any]]:
-  """The first values of every slot of every site, made in one compiled function."""
-  weights = {p.site.name: p.site.weight.get_raw_value() for p in plans if _needs_weight(p)}
-  abstract = any(
-    isinstance(x, jax.ShapeDtypeStruct)
-    for p in plans
-    for x in jax.tree.leaves(p.site.weight.get_raw_value())
-  )
+  """{layer: {slot: array}}, and under 'rng_key' the keys of an adapter that draws.
 
-  def make(key: jax.Array, weights: dict[str, Any]) -> dict[str, dict[str, jax.Array]]:
-    made = {}
-    for plan in plans:
-      keys = site_keys(key, plan.site)
-      made[plan.site.name] = {n: _slot_value(plan, n, keys, weights) for n in plan.slots}
-      if adapter.stochastic:
-        made[plan.site.name]['rng_key'] = _fold_name(keys, 'dropout')
-    return made
-
-  where = {p.site.name: dict(p.shardings) for p in plans}
-  if adapter.stochastic:
-    for plan in plans:
-      where[plan.site.name]['rng_key'] = _replicated(next(iter(plan.shardings.values())))
-  if abstract:
-    shapes = jax.eval_shape(make, key, weights)
-    return jax.tree.map(
-      lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, where
-    )
-  return jax.jit(make, out_shardings=where)(key, weights)
+  Each slot is made by a function compiled once for its shape, so that a second adapter of the same
+  type compiles nothing.
+  """
+  made: dict[str, dict[str, Any]] = {}
+  for plan in plans:
+    site = plan.site
+    here = site_key(key, site)
+    made[site.name] = {name: _slot_value(plan, name, here) for name in plan.slots}
+    if adapter.stochastic:
+      made[site.name]['rng_key'] = dropout_keys(plan, here)
+  return made
 
 
-def _replicated(sharding: Any) -> Any:
-  return NamedSharding(sharding.mesh, PartitionSpec()) if hasattr(sharding, 'mesh') else sharding
-
-
-def _needs_weight(plan: _plan.Plan) -> bool:
-  return any(slot.needs_weight for slot in plan.slots.values())
-
-
-def site_keys(key: jax.Array, site: _sites.Site) -> jax.Array:
-  """One key per layer: of the words of the path, then of each layer index, stacked or not."""
-  key = _fold_name(key, _parts.path_name(tuple(k for k in site.path if isinstance(k, str))))
+def site_key(key: jax.Array, site: _sites.Site) -> jax.Array:
+  """The key of a site: of the words of its path, then of the numbers in it."""
+  key = _fold(key, _parts.path_name(tuple(k for k in site.path if isinstance(k, str))))
   for index in (k for k in site.path if not isinstance(k, str)):
     key = jax.random.fold_in(key, index)
-  for count in site.layers:
-    key = _fold_each(key, count)
   return key
+
+
+def dropout_keys(plan: _plan.Plan, key: jax.Array) -> Any:
+  """A key per layer of a site for its random numbers."""
+  sharding = next(iter(plan.shardings.values()))
+  if isinstance(sharding, NamedSharding):
+    sharding = NamedSharding(sharding.mesh, PartitionSpec())
+  run = _maker(_keep_key, (), None, plan.site.layers, tuple(range(len(plan.site.layers))), sharding)
+  return _run(run, plan, sharding, _fold(key, 'dropout'))
+
+
+def _slot_value(plan: _plan.Plan, name: str, key: jax.Array) -> Any:
+  slot, site = plan.slots[name], plan.site
+  own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
+  form = (slot.init, own, slot.dtype, site.layers, plan.stacks[name], plan.shardings[name])
+  key = _fold(key, name)
+  if not slot.needs_weight:
+    return _run(_maker(*form), plan, plan.shardings[name], key)
+  run = _maker(*form, words=site.layout.words, stack=site.stack)
+  return _run(run, plan, plan.shardings[name], key, site.weight.get_raw_value())
+
+
+def _run(run: Callable[..., jax.Array], plan: _plan.Plan, sharding: Any, *arguments: Any) -> Any:
+  """The value, or its shape where the model is one of shapes."""
+  weight = jax.tree.leaves(plan.site.weight.get_raw_value())[0]
+  if not isinstance(weight, jax.ShapeDtypeStruct):
+    return run(*arguments)
+  made = jax.eval_shape(run, *arguments)
+  return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
+
+
+@functools.lru_cache(maxsize=512)
+def _maker(
+  init: _adapter.Init,
+  own: tuple[int, ...],
+  dtype: Any,
+  layers: tuple[int, ...],
+  at: tuple[int, ...],
+  sharding: Any,
+  words: tuple[str, ...] = (),
+  stack: tuple[int, ...] = (),
+) -> Callable[..., jax.Array]:
+  """key (, weight) -> the array of a slot, layer axes at `at`, every layer from its own key."""
+
+  def one(key: jax.Array, *weight: jax.Array) -> jax.Array:
+    made = init(key, own, dtype, *(_kernel.as_matrix(w, words) for w in weight))
+    if made.shape != own:
+      raise ValueError(f'A slot starts with shape {made.shape}; its dims say {own}.')
+    return made if dtype is None else made.astype(dtype)
+
+  def every(key: jax.Array, *weight: jax.Array) -> jax.Array:
+    for count in layers:
+      key = _fold_each(key, count)
+    front = (jnp.moveaxis(w, stack, range(len(stack))).astype(jnp.float32) for w in weight)
+    return jnp.moveaxis(_over(len(layers), one)(key, *front), range(len(layers)), at)
+
+  return jax.jit(every, out_shardings=sharding)
+
+
+def _keep_key(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  del shape, dtype
+  return key
+
+
+def _fold(key: jax.Array, name: str) -> jax.Array:
+  return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _fold_each(keys: jax.Array, count: int) -> jax.Array:
@@ -82,32 +126,8 @@ def _fold_each(keys: jax.Array, count: int) -> jax.Array:
   )
 
 
-def _fold_name(keys: jax.Array, name: str) -> jax.Array:
-  number = jnp.full(keys.shape, zlib.crc32(name.encode()), jnp.uint32)
-  return _over(keys.ndim, jax.random.fold_in)(keys, number)
-
-
 def _over(dimensions: int, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
   """`function` of one element, mapped over so many leading dimensions."""
   for _ in range(dimensions):
     function = jax.vmap(function)
   return function
-
-
-def _slot_value(plan: _plan.Plan, name: str, keys: jax.Array, weights: dict[str, Any]) -> jax.Array:
-  slot, site = plan.slots[name], plan.site
-  own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
-  arguments = [_fold_name(keys, name)]
-  if slot.needs_weight:
-    weight = jnp.moveaxis(weights[site.name], site.stack, range(len(site.stack)))
-    arguments.append(weight.astype(jnp.float32))
-
-  def init(key: jax.Array, *weight: jax.Array) -> jax.Array:
-    matrices = (_kernel.as_matrix(w, site.layout.words) for w in weight)
-    made = slot.init(key, own, slot.dtype, *matrices)
-    if made.shape != own:
-      raise ValueError(f'Slot {name!r} starts with shape {made.shape}; its dims say {own}.')
-    return made.astype(slot.dtype)
-
-  value = _over(len(site.stack), init)(*arguments)
-  return jnp.moveaxis(value, range(len(site.stack)), plan.stacks[name])
