@@ -100,7 +100,7 @@ def _zeros_like(key: Any) -> Any:
   """A count of 0 per key; a shape, where the keys are one."""
   if isinstance(key, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(key.shape, jnp.uint32, sharding=key.sharding)
-  return jnp.zeros(key.shape, jnp.uint32)
+  return jax.device_put(jnp.zeros(key.shape, jnp.uint32), key.sharding)
 
 
 def adapted(model: nnx.Module) -> dict[tuple, Any]:

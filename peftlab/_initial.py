@@ -57,14 +57,16 @@ def dropout_keys(plan: _plan.Plan, key: jax.Array) -> Any:
   sharding = next(iter(plan.shardings.values()))
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec())
-  run = _maker(_keep_key, (), None, plan.site.layers, tuple(range(len(plan.site.layers))), sharding)
+  run = _maker(
+    'rng_key', _keep_key, (), None, plan.site.layers, tuple(range(len(plan.site.layers))), sharding
+  )
   return _run(run, plan, sharding, _fold(key, 'dropout'))
 
 
 def _slot_value(plan: _plan.Plan, name: str, key: jax.Array) -> Any:
   slot, site = plan.slots[name], plan.site
   own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
-  form = (slot.init, own, slot.dtype, site.layers, plan.stacks[name], plan.shardings[name])
+  form = (name, slot.init, own, slot.dtype, site.layers, plan.stacks[name], plan.shardings[name])
   key = _fold(key, name)
   if not slot.needs_weight:
     return _run(_maker(*form), plan, plan.shardings[name], key)
@@ -83,6 +85,7 @@ def _run(run: Callable[..., jax.Array], plan: _plan.Plan, sharding: Any, *argume
 
 @functools.lru_cache(maxsize=512)
 def _maker(
+  name: str,
   init: _adapter.Init,
   own: tuple[int, ...],
   dtype: Any,
@@ -97,7 +100,7 @@ def _maker(
   def one(key: jax.Array, *weight: jax.Array) -> jax.Array:
     made = init(key, own, dtype, *(_kernel.as_matrix(w, words) for w in weight))
     if made.shape != own:
-      raise ValueError(f'A slot starts with shape {made.shape}; its dims say {own}.')
+      raise ValueError(f'Slot {name!r} starts with shape {made.shape}; its dims say {own}.')
     return made if dtype is None else made.astype(dtype)
 
   def every(key: jax.Array, *weight: jax.Array) -> jax.Array:

@@ -54,6 +54,8 @@ def _check_slots(slots: Mapping[str, _adapter.Slot], adapter: _adapter.Adapter) 
   for name, slot in slots.items():
     if not isinstance(slot, _adapter.Slot):
       raise ValueError(f'{kind}.slots()[{name!r}] must be a Slot, given {type(slot).__name__}.')
+    if slot.shared:
+      raise ValueError(f'{kind} shares slot {name!r}; shared slots are not there yet.')
     taken = name in _layer.RESERVED or hasattr(_layer.Attached, name) or hasattr(dict, name)
     if taken or not name.isidentifier():
       raise ValueError(f'{kind} cannot name a slot {name!r}; that word is taken.')

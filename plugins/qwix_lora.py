@@ -61,7 +61,7 @@ class _Kernel(nnx.Module):
     self.kernel_lora_a, self.kernel_lora_b = nnx.LoRAParam(a), nnx.LoRAParam(b)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())))
+    return jax.lax.dot_general(x, self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())))
 
 
 @contextlib.contextmanager

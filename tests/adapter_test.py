@@ -36,8 +36,8 @@ def test_dims_are_sizes_of_the_kernel_or_fields(dims):
 
 BAD_DIMS = {
   'rnak': "'rnak' is neither 'in', 'out' nor a field that holds an int; did you mean 'rank'",
-  'flag': "'flag' is neither",
-  'rate': "'rate' is neither",
+  'flag': '^Wide.flag is True; it must be an int',
+  'rate': '^Wide.rate is 0.5; it must be an int',
   'ins': "did you mean 'in'",
 }
 

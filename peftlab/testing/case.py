@@ -52,9 +52,20 @@ class Case:
     return randomized(self.fresh)
 
   @functools.cached_property
+  def other(self) -> _parts.Parts:
+    """Like `fresh`, of another seed."""
+    return _parts.split(_attach.attach(base_model(), self.adapter, rngs=1)[0])
+
+  @functools.cached_property
+  def listed(self) -> nnx.Module:
+    """ListModel with a fresh adapter of the seed of `fresh`."""
+    return _attach.attach(list_model(), self.adapter, rngs=0)[0]
+
+  @functools.cached_property
   def results(self) -> tuple[jax.Array, Any, Any]:
     """(outputs, loss, gradients) of `random` under scan."""
-    return (*outputs_and_gradients(self.random, stack_input()),)
+    y, loss, gradients = outputs_and_gradients(self.random, stack_input())
+    return y, loss, gradients
 
   @functools.cached_property
   def trained(self) -> _parts.Parts:
@@ -99,6 +110,12 @@ def base_model(
 ) -> nnx.Module:
   """The StackModel without adapters. One for all cases: nobody may write to it."""
   return models.StackModel(sizes, applier=applier, dtype=dtype)
+
+
+@functools.cache
+def list_model() -> nnx.Module:
+  """The ListModel without adapters, likewise."""
+  return models.ListModel()
 
 
 @functools.cache

@@ -160,8 +160,8 @@ def _watched(adapter: _adapter.Adapter, names: set[str]) -> tuple[_adapter.Adapt
       read.add(name)
     return kind.__getattribute__(self, name)
 
-  spy = type(kind.__name__, (kind,), {'__getattribute__': note, '__module__': kind.__module__})
-  copy = object.__new__(spy)
+  spy: Any = type(kind.__name__, (kind,), {'__getattribute__': note, '__module__': kind.__module__})
+  copy: Any = object.__new__(spy)
   for name, value in vars(adapter).items():
     object.__setattr__(copy, name, value)
   return copy, read

@@ -11,7 +11,6 @@ from safetensors import numpy as safetensors
 from peftlab import _parts, _registry
 from peftlab.formats import adapter_folder
 from peftlab.testing import case as cases
-from peftlab.testing import models
 
 
 def comes_back_from_disk(case: cases.Case) -> None:
@@ -25,7 +24,7 @@ def comes_back_from_disk(case: cases.Case) -> None:
     adapter_folder.save_adapter(_parts.merge(case.random), directory)
     tensors = safetensors.load_file(directory / adapter_folder.TENSORS)
     again = adapter_folder.load_adapter(cases.base_model(), directory, name='again')
-    listed = adapter_folder.load_adapter(models.ListModel(), directory)
+    listed = adapter_folder.load_adapter(cases.list_model(), directory)
   held = sum(tensor.nbytes for tensor in tensors.values())
   own = sum(a.size * _parts.bits(a.dtype) // 8 for a in jax.tree.leaves(case.random.adapter))
   assert 0 < held <= own, f'the file holds {held} bytes of arrays, the adapter has {own}'

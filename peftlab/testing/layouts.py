@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import chex
 from flax import nnx
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 
 from peftlab import _attach, _parts, appliers
 from peftlab.testing import case as cases
-from peftlab.testing import models
 
 
 def same_under_every_applier(case: cases.Case) -> None:
@@ -28,15 +28,14 @@ def same_under_every_applier(case: cases.Case) -> None:
 
 
 def _with_applier(parts: _parts.Parts, applier: appliers.Applier) -> _parts.Parts:
-  model = _parts.merge(parts)
+  model: Any = _parts.merge(parts)
   model.applier = applier
   return _parts.split(model)
 
 
 def layers_start_differently(case: cases.Case) -> None:
   """What starts random or from the kernel differs from layer to layer; random values by seed."""
-  other, _ = _attach.attach(cases.base_model(), case.adapter, rngs=1)
-  others = _parts.flat(_parts.split(other).adapter)
+  others = _parts.flat(case.other.adapter)
   found = 0
   for path, array in _parts.flat(case.fresh.adapter).items():
     slot = case.adapter.slots()[path[-1]]
@@ -57,8 +56,7 @@ def same_seed_same_values(case: cases.Case) -> None:
   other, _ = _attach.attach(cases.base_model(), case.adapter, where='up', name='other')
   for path, array in _parts.flat(_parts.split(other).adapter).items():
     cases.assert_close(array, fresh[path], f'{_parts.path_name(path)}: other name, fewer sites')
-  listed, _ = _attach.attach(models.ListModel(), case.adapter)
-  for path, array in _parts.flat(_parts.split(listed).adapter).items():
+  for path, array in _parts.flat(_parts.split(case.listed).adapter).items():
     index, stacked = path[1], fresh[path[:1] + path[2:]]
     what = f'{_parts.path_name(path)}: list of layers against stack'
     cases.assert_close(array, stacked[index], what)
@@ -66,13 +64,12 @@ def same_seed_same_values(case: cases.Case) -> None:
 
 def base_is_shared(case: cases.Case) -> None:
   """Attached, trained and called, the model holds the very arrays of the base."""
-  base = models.ListModel()
-  called, _ = _attach.attach(base, case.adapter)
+  called = _parts.merge(_parts.split(case.listed))
   called(cases.stack_input())
   for name, before, after in (
     ('attach', cases.base_model(), case.fresh),
     ('3 steps of training', cases.base_model(), case.trained),
-    ('a call', base, called),
+    ('a call', cases.list_model(), called),
   ):
     try:
       _parts.assert_base_shared(before, after)
@@ -81,14 +78,13 @@ def base_is_shared(case: cases.Case) -> None:
 
 
 def costs_its_own_bytes(case: cases.Case) -> None:
-  """Each of 3 adapters on one base adds exactly the bytes of its slots."""
+  """Each of several adapters on one base adds exactly the bytes of its slots."""
   _, report = case.attached
-  base = _parts.nbytes(cases.base_model())
-  held = [_attach.attach(cases.base_model(), case.adapter, rngs=0)[0] for _ in range(2)]
-  together = [case.fresh, *map(_parts.split, held)]
-  grown = _parts.nbytes([(p.base, p.adapter) for p in together]) - base
-  expected = 3 * report.nbytes
-  assert grown == expected, f'3 adapters of {report.nbytes} bytes added {grown}'
+  together = (case.fresh, case.other, case.random)
+  grown = _parts.nbytes([p.base for p in together]) - _parts.nbytes(cases.base_model())
+  assert grown == 0, f'{len(together)} adapters made the base {grown} bytes larger'
+  own = _parts.nbytes([p.adapter for p in together[:2]])
+  assert own == 2 * report.nbytes, f'2 adapters of {report.nbytes} bytes have {own}'
   counted = sum(
     array.size * _parts.bits(array.dtype) // 8 for array in jax.tree.leaves(case.fresh.adapter)
   )

@@ -51,6 +51,7 @@ def _both(
   for name, x in inputs.items():
     layer = getattr(model, name)
     kind = _kernel.layer_type(layer)
+    assert kind is not None
     words = kind.layout(layer).words
     matrix = _kernel.as_matrix(getattr(layer, kind.weight)[...], words)
     values = layer.adapters[0].values(jnp.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,8 @@ def dropout_is_for_training(case: cases.Case) -> None:
   if not any(f.name == 'dropout' for f in dataclasses.fields(case.adapter)):
     raise cases.NotApplicable('it has no field `dropout`')
   assert not _rng_counts(case.fresh), 'it holds an rng at dropout 0'
-  adapter = dataclasses.replace(case.adapter, dropout=0.5)
+  fields: dict[str, Any] = {'dropout': 0.5}
+  adapter = dataclasses.replace(case.adapter, **fields)
   model, _ = _attach.attach(cases.base_model(), adapter)
   parts = _parts.split(model).replace(adapter=case.random.adapter)
   x = cases.stack_input()

@@ -65,7 +65,8 @@ class Checkpoints:
     """
     if step in self._orbax.all_steps():
       return
-    arrays = named_arrays(tree)
+    # Copies: on CPU orbax would write from the very buffers that the next update reuses.
+    arrays = {name: jnp.copy(array) for name, array in named_arrays(tree).items()}
     about = {
       'format': FORMAT,
       'step': step,

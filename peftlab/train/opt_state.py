@@ -107,11 +107,13 @@ def init_opt_state(
     return jax.device_put(jnp.asarray(value, dtype), beside)
 
   def placed(array: jax.Array) -> jax.Array:
-    return jax.device_put(array, array.sharding if array.ndim else beside)
+    """What lies on one device while the adapter lies on a mesh goes to all of it."""
+    alone = len(array.sharding.device_set) < len(beside.device_set)
+    return jax.device_put(array, beside if alone or not array.ndim else array.sharding)
 
   return OptState(
     inner=jax.tree.map(placed, optimizer(options, 1.0, 0.0).init(trained)),
-    state=_copied(parts.state),
+    state=jax.tree.map(placed, _copied(parts.state)),
     step=number(0, jnp.int32),
     skipped=number(0, jnp.int32),
     average=number(jnp.nan),

@@ -17,7 +17,7 @@ from tests.project import import_order_test
 from tools import imports
 
 DOCS = imports.ROOT / 'docs'
-PAGES = sorted(path.name for path in DOCS.glob('*.md'))
+PAGES = ['../README.md', *sorted(path.name for path in DOCS.glob('*.md'))]
 # What the commands of a page may begin with; no test installs or trains for them.
 OTHER_COMMANDS = ('make', 'pip install .')
 DEFINITIONS = {'check': check._define, 'demo': demo._define, 'generate': generate._define}
