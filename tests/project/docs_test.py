@@ -95,7 +95,8 @@ def _check_command(line: str) -> None:
     _flags.parse(rest, train._define)
     return
   file, rest = (rest[:1], rest[1:]) if name == 'check' else ([], rest)
-  assert all(pathlib.Path(path).is_file() for path in file), line
+  places = (pathlib.Path(), imports.ROOT)
+  assert all(any((at / path).is_file() for at in places) for path in file), line
   _flags.parse_plain(rest, DEFINITIONS.get(name, lambda values: None))
 
 
@@ -138,7 +139,7 @@ def test_the_design_names_every_part_in_the_order_of_imports():
 def test_links_lead_somewhere(page):
   text = (DOCS / page).read_text(encoding='utf-8')
   for target in re.findall(r'\]\(([^)#]+)\)', text):
-    assert target.startswith('https://') or (DOCS / target).exists(), target
+    assert target.startswith('https://') or (DOCS / page).parent.joinpath(target).exists(), target
 
 
 @pytest.mark.parametrize('page', PAGES)
