@@ -58,16 +58,15 @@ def dropout_keys(plan: _plan.Plan, key: jax.Array) -> Any:
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec())
   run = _maker(
-    'rng_key', _keep_key, (), None, plan.site.layers, tuple(range(len(plan.site.layers))), sharding
+    'dropout', _keep_key, (), None, plan.site.layers, tuple(range(len(plan.site.layers))), sharding
   )
-  return _run(run, plan, sharding, _fold(key, 'dropout'))
+  return _run(run, plan, sharding, key)
 
 
 def _slot_value(plan: _plan.Plan, name: str, key: jax.Array) -> Any:
   slot, site = plan.slots[name], plan.site
   own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
   form = (name, slot.init, own, slot.dtype, site.layers, plan.stacks[name], plan.shardings[name])
-  key = _fold(key, name)
   if not slot.needs_weight:
     return _run(_maker(*form), plan, plan.shardings[name], key)
   run = _maker(*form, words=site.layout.words, stack=site.stack)
@@ -95,7 +94,7 @@ def _maker(
   words: tuple[str, ...] = (),
   stack: tuple[int, ...] = (),
 ) -> Callable[..., jax.Array]:
-  """key (, weight) -> the array of a slot, layer axes at `at`, every layer from its own key."""
+  """site key (, weight) -> the array of a slot, layer axes at `at`, every layer from its own key."""
 
   def one(key: jax.Array, *weight: jax.Array) -> jax.Array:
     made = init(key, own, dtype, *(_kernel.as_matrix(w, words) for w in weight))
@@ -106,6 +105,8 @@ def _maker(
   def every(key: jax.Array, *weight: jax.Array) -> jax.Array:
     for count in layers:
       key = _fold_each(key, count)
+    # The name last: a layer of a list has its index in the site's key.
+    key = _over(len(layers), lambda k: _fold(k, name))(key)
     front = (jnp.moveaxis(w, stack, range(len(stack))).astype(jnp.float32) for w in weight)
     return jnp.moveaxis(_over(len(layers), one)(key, *front), range(len(layers)), at)
 

@@ -139,4 +139,6 @@ def _sharding(
   }
   spec, dropped = _specs.factor_spec(slot.dims.split(), shape, kernel, mesh)
   entries = _stack.insert(tuple(spec), stack, tuple(full[i] for i in site.stack))
-  return NamedSharding(mesh, PartitionSpec(*entries)), dropped
+  whole = PartitionSpec(*entries)
+  array = jax.ShapeDtypeStruct(_stack.insert(shape, stack, site.layers), slot.dtype)
+  return NamedSharding(mesh, whole), _specs.priced(dropped, '', array, whole, mesh)

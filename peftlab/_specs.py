@@ -217,16 +217,17 @@ def shardings(
       axes = axes_of(leaf, shape, name) if isinstance(leaf, nnx.Variable) else None
       wanted = spec_for(axes or (), mesh, rules)
       spec, dropped = fit_spec(shape, wanted, mesh)
-      report.extend(_cost(dropped, name, array, spec, mesh))
+      report.extend(priced(dropped, name, array, spec, mesh))
       return NamedSharding(mesh, spec)
 
     placed[path] = jax.tree.map(sharding, value)
   return placed, report
 
 
-def _cost(
+def priced(
   dropped: Iterable[Dropped], path: str, array: Any, spec: PartitionSpec, mesh: Any
 ) -> list[Dropped]:
+  """What was dropped, with the path of the array and the bytes that each device holds more."""
   held = math.prod(array.shape) * _parts.bits(array.dtype) // 8 // shards(spec, mesh)
   return [
     dataclasses.replace(d, path=path, extra_bytes=held - held // d.axis_size) for d in dropped
