@@ -94,7 +94,7 @@ def _maker(
   words: tuple[str, ...] = (),
   stack: tuple[int, ...] = (),
 ) -> Callable[..., jax.Array]:
-  """site key (, weight) -> the array of a slot, layer axes at `at`, every layer from its own key."""
+  """site key (, weight) -> the array of a slot, layer axes at `at`, each layer from its own key."""
 
   def one(key: jax.Array, *weight: jax.Array) -> jax.Array:
     made = init(key, own, dtype, *(_kernel.as_matrix(w, words) for w in weight))

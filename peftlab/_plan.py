@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
+import warnings
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -30,7 +30,7 @@ class Plan:
 def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str) -> Plan:
   if any(attached.name == name for attached in getattr(site.layer, 'adapters', ())):
     raise ValueError(f'{site.name} already has an adapter named {name!r}; detach it first.')
-  if not site.kind.linear and isinstance(site.layer, nnx.Embed) and not adapter.embeddings:
+  if not site.kind.linear and not adapter.embeddings:
     raise ValueError(f'{type(adapter).__name__} does not work on the embedding {site.name}.')
   slots = adapter.slots()
   _check_slots(slots, adapter)
@@ -44,6 +44,9 @@ def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str) -> Plan:
     path = f'{site.name}.adapters.{name}.{slot_name}'
     dropped += [dataclasses.replace(d, path=path) for d in lost]
   _check_apply(site, adapter, slots)
+  rank, full = getattr(adapter, 'rank', 0), min(site.sizes.values())
+  if isinstance(rank, int) and rank > full:
+    warnings.warn(f'{site.name}: rank {rank} is more than full rank, {full}.', stacklevel=3)
   return Plan(site, slots, shapes, stacks, shardings, dropped)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import peftlab
 from peftlab import Slot, _attach, _parts, _specs, testing
+from peftlab.models import layers
 from peftlab.plugins.lora import LoRA
 from peftlab.testing import case as cases
 from tests.testing.broken_plugins import LowRank
@@ -189,6 +190,23 @@ def test_bad_input_is_refused_in_one_sentence(case):
   assert str(error.value)[-1] in '.?'
 
 
+def test_a_rank_above_full_rank_is_a_warning():
+  with pytest.warns(UserWarning, match=r'^up: rank 7 is more than full rank, 6\.$'):
+    _, report = peftlab.attach(Two(), LoRA(rank=7), where='up')
+  assert report.trainable == 7 * (6 + 10)
+
+
+def test_a_type_without_embeddings_is_refused_on_any_lookup():
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class NoLookup(LowRank):
+    embeddings = False
+
+  model = nnx.Module()
+  model.table = layers.Embedding(7, 4, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r'^NoLookup does not work on the embedding table'):
+    peftlab.attach(model, NoLookup(), where='table')
+
+
 def test_a_failing_attach_leaves_nothing_behind():
   model = _once()
   before = peftlab.split(model)
@@ -279,6 +297,17 @@ def test_every_form_of_a_seed_gives_the_same_values():
     peftlab.attach(Two(), LORA, rngs=rngs)[0].up.adapters[0].a[...] for _ in range(2)
   )
   assert not np.array_equal(first, second), 'rngs were drawn from once'
+
+
+def test_a_layer_draws_the_same_dropout_in_a_stack_and_in_a_list():
+  adapter = LoRA(rank=2, dropout=0.5)
+  stacked, _ = peftlab.attach(testing.StackModel(), adapter)
+  listed, _ = peftlab.attach(testing.ListModel(), adapter)
+  keys = jax.random.key_data(stacked.layers.up.adapters[0].rng_key[...])
+  for index, layer in enumerate(listed.layers):
+    own = jax.random.key_data(layer.up.adapters[0].rng_key[...])
+    np.testing.assert_array_equal(own, keys[index])
+  assert not np.array_equal(keys[0], keys[1])
 
 
 def test_a_model_of_shapes_gets_shapes_and_their_shardings():

@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise
     print(f'peftlab: {" ".join(str(error).split())}', file=sys.stderr)
     return USER_ERROR
+  except KeyboardInterrupt:
+    print('peftlab: interrupted', file=sys.stderr)
+    return 130
 
 
 def _for_user(error: ValueError) -> bool:

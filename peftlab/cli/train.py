@@ -25,7 +25,8 @@ def run(argv: list[str]) -> int:
     _define(values)
     print('peftlab train --config=FILE --workdir=DIR [--config.FIELD=VALUE ...]\n')
     print(_help.show_flags(values))
-    print(_help.show_fields(Experiment()))
+    given = [argument for argument in argv if not _help.wanted([argument])]
+    print(_help.show_fields(_flags.parse(given, _define)[0] if given else Experiment()))
     return 0
   experiment, values = _flags.parse(argv, _define)
   print(fields.to_json(experiment), end='', flush=True)

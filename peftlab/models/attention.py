@@ -15,7 +15,6 @@ from peftlab.models import rope
 from peftlab.models.config import DecoderConfig
 from peftlab.models.layers import Dense, RMSNorm
 
-
 CACHE_AXES = ('batch', 'length', 'kv_heads', 'head_dim')
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import itertools
+import statistics
 import sys
 import time
 from typing import Any
@@ -51,11 +53,15 @@ class Progress:
 
   @property
   def tokens_per_second(self) -> float | None:
-    """Over the steps since the first, which compiles; None before the third."""
+    """Of the middle step: one that compiles or waits for an evaluation does not count.
+
+    None before the third step.
+    """
     if len(self._marks) < 3:
       return None
-    seconds = self._marks[-1][0] - self._marks[0][0]
-    return sum(tokens for _, tokens in self._marks[1:]) / max(seconds, 1e-9)
+    times, tokens = zip(*self._marks, strict=True)
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(times))
+    return statistics.median(tokens) / max(seconds, 1e-9)
 
   def close(self) -> None:
     """Leaves the bar as it is."""

@@ -93,7 +93,9 @@ def test_an_adapter_loads_on_another_mesh(saved):
   placed, _ = _specs.place(Stacked(), _specs.make_mesh({'fsdp': 4, 'tensor': 2}))
   loaded = peftlab.load_adapter(placed, folder)
   for ours, theirs in zip(
-    jax.tree.leaves(peftlab.split(loaded).adapter), jax.tree.leaves(peftlab.split(model).adapter)
+    jax.tree.leaves(peftlab.split(loaded).adapter),
+    jax.tree.leaves(peftlab.split(model).adapter),
+    strict=True,
   ):
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     assert len(ours.sharding.device_set) == 8
@@ -116,7 +118,7 @@ def test_a_changed_scale_is_what_is_saved(tmp_path):
   np.testing.assert_array_equal(loaded.layers.down.adapters[0].scale[...], [2.0] * 4)
 
 
-@pytest.mark.parametrize('folder', ['plain', 'embedding'])
+@pytest.mark.parametrize('folder', ('plain', 'embedding'))
 def test_a_folder_of_hf_peft_loads_into_its_base_with_equal_logits(folder):
   golden = GOLDENS / 'peft_lora'
   expected = np.load(golden / 'logits.npz')
@@ -157,15 +159,18 @@ def drop_layer(folder, layer):
 
 @pytest.mark.parametrize(
   ('break_it', 'message'),
-  [
-    (lambda f: edit(f, lambda c: c['fields'].update(alpha=99.0)), 'was edited after it was written'),
+  (
+    (
+      lambda f: edit(f, lambda c: c['fields'].update(alpha=99.0)),
+      'was edited after it was written',
+    ),
     (lambda f: edit(f, lambda c: c.pop('type')), 'lacks type'),
     (lambda f: edit(f, lambda c: c.update(format=7)), 'has format 7; this version reads 1'),
     (lambda f: drop_layer(f, 'layers.1.up'), 'missing .*layers.1.up'),
     (lambda f: (f / 'adapter_model.safetensors').unlink(), 'adapter_model.safetensors'),
     (lambda f: (f / 'adapter_model.safetensors').write_bytes(b'cut'), 'adapter_model.safetensors'),
     (lambda f: (f / 'peftlab.json').write_text('{'), 'peftlab.json'),
-  ],
+  ),
 )
 def test_a_damaged_or_edited_folder_is_refused_by_name(saved, break_it, message):
   _, folder = saved
@@ -186,9 +191,11 @@ def test_a_model_without_the_layers_is_refused_with_the_nearest_name(saved):
   class Other(nnx.Module):
     def __init__(self):
       self.embed = nnx.Embed(10, 8, rngs=nnx.Rngs(0))
-      self.layers = peftlab.stack(lambda rngs: nnx.Dict(upp=nnx.Linear(8, 12, rngs=rngs)), 4, rngs=0)
+      self.layers = peftlab.stack(
+        lambda rngs: nnx.Dict(upp=nnx.Linear(8, 12, rngs=rngs)), 4, rngs=0
+      )
 
-  with pytest.raises(ValueError, match="The model has no layer '.*'; did you mean"):
+  with pytest.raises(ValueError, match=r"The model has no layer '.*'; did you mean"):
     peftlab.load_adapter(Other(), saved[1])
 
 

@@ -33,7 +33,8 @@ def randomised(model, seed=0):
   parts = peftlab.split(model)
   leaves, tree = jax.tree.flatten(parts.adapter)
   keys = jax.random.split(jax.random.key(seed), len(leaves))
-  noisy = [a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys)]
+  pairs = zip(leaves, keys, strict=True)
+  noisy = [a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for a, k in pairs]
   return peftlab.merge(parts.replace(adapter=jax.tree.unflatten(tree, noisy)))
 
 
@@ -64,19 +65,22 @@ def test_fusing_one_of_two_keeps_the_arrays_of_the_other():
   tokens = jnp.arange(7)
   chex.assert_trees_all_close(fused(tokens), both(tokens), rtol=1e-5, atol=1e-5)
   kept = fused.linear.adapters[0]
-  assert kept.name == 'two' and kept.a.get_value() is both.linear.adapters[1].a.get_value()
+  assert kept.name == 'two'
+  assert kept.a.get_value() is both.linear.adapters[1].a.get_value()
 
 
 def test_a_bfloat16_kernel_is_computed_in_float32_and_rounded_once():
   base = Layers(nnx.Rngs(0), jnp.bfloat16)
   adapted = randomised(peftlab.attach(base, LoRA(rank=2, alpha=2.0), where='linear')[0])
   one = adapted.linear.adapters[0]
-  w, a, b, s = (np.asarray(v[...], np.float32) for v in (adapted.linear.kernel, one.a, one.b, one.scale))
+  w, a, b, s = (
+    np.asarray(v[...], np.float32) for v in (adapted.linear.kernel, one.a, one.b, one.scale)
+  )
   expected = jnp.asarray(w + (a * s) @ b, jnp.bfloat16)
   chex.assert_trees_all_equal(fuse(adapted).linear.kernel.get_value(), expected)
 
 
-@pytest.mark.parametrize('axis', [0, 1])
+@pytest.mark.parametrize('axis', (0, 1))
 def test_a_stack_is_fused_layer_by_layer(axis):
   layers = peftlab.stack(lambda rngs: nnx.Linear(6, 6, rngs=rngs), 3, rngs=0, axis=axis)
   adapted = randomised(peftlab.attach(layers, LoRA(rank=2))[0])
@@ -93,7 +97,8 @@ def test_a_tied_embedding_is_untied_aloud_and_the_logits_stay():
   tokens = jnp.arange(1, 20)[None]
   with pytest.warns(UserWarning, match='head gets a copy of its own'):
     fused = fuse(adapted)
-  assert base.tied and not fused.tied
+  assert base.tied
+  assert not fused.tied
   chex.assert_trees_all_close(fused(tokens), adapted(tokens), rtol=1e-4, atol=1e-4)
 
 

@@ -30,8 +30,8 @@ X = np.random.default_rng(0).standard_normal((2, 5, 8), dtype=np.float32)
 RULE = qwix.LoraRule(module_path='.*', rank=2, alpha=4.0)
 
 
-@pytest.mark.parametrize('axis', [0, 1])
-@pytest.mark.parametrize('applier', [Scan, Sequential])
+@pytest.mark.parametrize('axis', (0, 1))
+@pytest.mark.parametrize('applier', (Scan, Sequential))
 def test_created_factors_share_the_base_and_cost_their_own_bytes(applier, axis):
   layers = peftlab.stack(Block, 3, rngs=0, axis=axis)
   base, applier = peftlab.split(layers), applier(axis=axis)
@@ -52,7 +52,8 @@ def test_created_factors_differ_per_layer_and_leave_the_output_as_it_was():
   layers = peftlab.stack(Block, 3, rngs=0)
   made = qwix_lora.create(layers, X, rule=RULE, applier=Scan(), rngs=nnx.Rngs(1))
   a = np.asarray(made.up.kernel_lora_a[...])
-  assert a.shape == (3, 8, 2) and np.abs(a[0] - a[1]).max() > 0.01
+  assert a.shape == (3, 8, 2)
+  assert np.abs(a[0] - a[1]).max() > 0.01
   before, _ = Scan().run(layers, X, call)
   after, _ = Scan().run(made, X, call)
   chex.assert_trees_all_close(after, before)
