@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import time
 
+import jax
+
 from peftlab import _adapter, _registry
 from peftlab.testing import case as cases
 from peftlab.testing import (
@@ -84,11 +86,15 @@ def select(only: Iterable[str] = ()) -> tuple[Property, ...]:
 
 
 def check(claim: Property, case: cases.Case) -> Result:
-  """Puts one case through one property. Whatever a plugin raises is a failure with its text."""
+  """Puts one case through one property. Whatever a plugin raises is a failure with its text.
+
+  It runs under JAX's own promotion of ranks and dtypes, whatever the caller's setting.
+  """
   start = time.perf_counter()
   status, reason = 'pass', ''
   try:
-    claim.check(case)
+    with jax.numpy_rank_promotion('allow'), jax.numpy_dtype_promotion('standard'):
+      claim.check(case)
   except cases.NotApplicable as why:
     status, reason = 'n.a.', str(why)
   except AssertionError as error:

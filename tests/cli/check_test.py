@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from peftlab import _registry, cli
@@ -31,11 +30,10 @@ class Shift(peftlab.Adapter):
 
 @pytest.fixture(autouse=True)
 def own_registry():
-  """What a test registers is gone after it. An author from outside runs JAX as it comes."""
+  """What a test registers is gone after it."""
   _registry.adapters.names()
   kept, modules = dict(_registry.adapters._found), set(sys.modules)
-  with jax.numpy_rank_promotion('allow'), jax.numpy_dtype_promotion('standard'):
-    yield
+  yield
   _registry.adapters._found.clear()
   _registry.adapters._found.update(kept)
   for name in set(sys.modules) - modules:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 
-import jax
 import pytest
 
 from peftlab import cli, testing
@@ -102,11 +101,7 @@ def _check_command(line: str) -> None:
 
 def test_the_adapter_of_the_page_passes_the_suite(tmp_path, capsys):
   write_files('adding_an_adapter.md', tmp_path)
-  with (
-    testing.quick_compiles(),
-    jax.numpy_rank_promotion('allow'),
-    jax.numpy_dtype_promotion('standard'),
-  ):
+  with testing.quick_compiles():
     code = cli.main(['check', str(tmp_path / 'my_ia3.py')])
   assert code == 0, capsys.readouterr().out
 

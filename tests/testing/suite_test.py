@@ -16,12 +16,7 @@ HONEST = pathlib.Path(__file__).with_name('honest_plugins.py')
 NAMES = ('bias', 'frozen_random', 'gate', 'input_scaling', 'magnitude', 'principal', 'scaling')
 
 
-@pytest.fixture(autouse=True)
-def plain_jax(quick_compiles):
-  """An author from outside runs JAX as it comes."""
-  del quick_compiles
-  with jax.numpy_rank_promotion('allow'), jax.numpy_dtype_promotion('standard'):
-    yield
+pytestmark = pytest.mark.usefixtures('quick_compiles')
 
 
 @pytest.fixture(scope='module')
