@@ -69,6 +69,13 @@ def merge(parts: Parts) -> nnx.Module:
   return nnx.merge(parts.graph, parts.adapter, parts.base, parts.state)
 
 
+def evaluation_parts(model: nnx.Module) -> Parts:
+  """The parts of `model` in evaluation mode (dropout off), on the very same arrays."""
+  model = merge(split(model))
+  model.eval()
+  return split(model)
+
+
 def variables(model: nnx.Module) -> dict[tuple, nnx.Variable]:
   """Every Variable of `model` by its path, each once."""
   return {p: v for p, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}

@@ -253,6 +253,13 @@ def place(
   return _parts.merge(parts.replace(**trees)), dropped
 
 
+@contextlib.contextmanager
+def using(mesh: jax.sharding.Mesh | None) -> Generator[None]:
+  """Within the block activations are constrained to `mesh`."""
+  with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    yield
+
+
 def constrain(
   x: jax.Array, axes: Axes, rules: Rules | None = None, *, output: bool = False
 ) -> jax.Array:

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _parts
+from peftlab import _parts, _specs
 from peftlab.serve import sampling as samplings
 from peftlab.serve.sampling import GREEDY, Sampling
-from peftlab.train import devices
-from peftlab.train.evaluate import evaluation_parts
 
 # Prompts and caches are made this much longer, at most, so that texts of similar lengths share the
 # compiled programs.
@@ -130,7 +128,7 @@ def _tokens(
   keys: jax.Array,
 ) -> Iterator[list[int]]:
   """The next token of every prompt, `max_tokens` times."""
-  parts = evaluation_parts(model)
+  parts = _parts.evaluation_parts(model)
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   most = model.config.max_length
   size = min(_round_up(int(lengths.max()) + max_tokens, _CACHE_STEP), most)
@@ -140,7 +138,7 @@ def _tokens(
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt
   mesh, numbers = _mesh(parts), sampling.numbers()
-  with devices.using(mesh):
+  with _specs.using(mesh):
     prefill = _prefill(parts.graph, size, sampling.kind)
     token, cached = prefill(parts.adapter, parts.base, parts.state, padded, lengths, keys, numbers)
   yield np.asarray(token).tolist()
@@ -148,7 +146,7 @@ def _tokens(
   leaves, tree = jax.tree.flatten(jax.tree.map(lambda a: a.sharding, state))
   decode = _decode(cached.graph, sampling.kind, tuple(leaves), tree)
   for step in range(1, max_tokens):
-    with devices.using(mesh):
+    with _specs.using(mesh):
       # The token that was chosen last stands at position length + step - 1.
       place, count = lengths + np.int32(step - 1), np.int32(step)
       token, state = decode(parts.adapter, parts.base, state, token, place, count, keys, numbers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any
@@ -37,13 +36,6 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
     shown = ' x '.join(f'{n} {s}' for n, s in sizes.items())
     raise ValueError(f'mesh is {shown}, which needs {count} devices; there are {len(devices)}.')
   return _specs.make_mesh(sizes, devices[:count])
-
-
-@contextlib.contextmanager
-def using(mesh: jax.sharding.Mesh | None) -> Generator[None]:
-  """Within the block activations are constrained to `mesh`."""
-  with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-    yield
 
 
 def place_batch(batch: Mapping[str, Any], mesh: jax.sharding.Mesh | None) -> dict[str, jax.Array]:

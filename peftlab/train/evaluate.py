@@ -14,13 +14,6 @@ from peftlab import _parts
 from peftlab.train import loss
 
 
-def evaluation_parts(model: nnx.Module) -> _parts.Parts:
-  """The parts of `model` in evaluation mode (dropout off), on the very same arrays."""
-  model = _parts.merge(_parts.split(model))
-  model.eval()
-  return _parts.split(model)
-
-
 def held_out_loss(parts: _parts.Parts, batches: Iterable[loss.Batch]) -> float:
   """The mean loss over all tokens that count in some batches, in nats.
 

@@ -8,8 +8,9 @@ import time
 
 import jax
 
-from peftlab import _parts
-from peftlab.train import devices, evaluate, metrics, samples
+from peftlab import _parts, _specs
+from peftlab.serve import decoding
+from peftlab.train import devices, evaluate, metrics
 from peftlab.train.text import Text
 
 
@@ -62,8 +63,8 @@ class Record:
     prompts, tokenizer = self.text.prompts, self.text.tokenizer
     if not prompts or not tokens or self.has('samples', step):
       return
-    # Without the mesh in context: so few rows need not divide over it.
-    made = samples.continuations(parts, prompts, tokens=tokens, eos_id=tokenizer.eos_id)
+    model, stop = _parts.merge(parts), {tokenizer.eos_id}
+    made = decoding.generate(model, prompts, max_tokens=tokens, stop=stop)
     pairs = zip(prompts, made, strict=True)
     texts = [{'prompt': tokenizer.decode(p), 'text': tokenizer.decode(ids)} for p, ids in pairs]
     self._log.write('samples', step, texts=texts)
@@ -76,5 +77,5 @@ class Record:
 def held_out_loss(parts: _parts.Parts, text: Text, mesh: jax.sharding.Mesh | None) -> float:
   """The loss of a model on the held-out batches of a text, nats per token."""
   batches = [devices.place_batch(batch, mesh) for batch in text.held_out]
-  with devices.using(mesh):
+  with _specs.using(mesh):
     return evaluate.held_out_loss(parts, batches)

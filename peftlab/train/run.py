@@ -11,8 +11,8 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _attach, _parts
-from peftlab.train import devices, evaluate, fields, step
+from peftlab import _attach, _parts, _specs
+from peftlab.train import devices, fields, step
 from peftlab.train import workdir as workdirs
 from peftlab.train.checkpoints import Checkpoints
 from peftlab.train.config import Experiment
@@ -93,7 +93,7 @@ class Run:
       rngs=experiment.seed,
       name=experiment.name,
     )
-    self._evaluated = evaluate.evaluation_parts(model).replace(adapter={})
+    self._evaluated = _parts.evaluation_parts(model).replace(adapter={})
     self._parts = training_parts(model)
     options = StepOptions.of(train)
     rates = {'learning_rate': train.learning_rate, 'weight_decay': train.weight_decay}
@@ -138,7 +138,7 @@ class Run:
     if self.step == 0:
       parts = self.parts
       if not type(self.experiment.adapter).identity_at_start:
-        parts = evaluate.evaluation_parts(self.base_model)
+        parts = _parts.evaluation_parts(self.base_model)
       self.record.evaluate(parts, 0)
       self._sample(parts)
 
@@ -154,7 +154,7 @@ class Run:
       The loss of each update that has ended since the last call.
     """
     batch = devices.place_batch(next(self.batches), self.mesh)
-    with devices.using(self.mesh):
+    with _specs.using(self.mesh):
       adapter, self._state, values = self.compiled(
         self._parts.adapter, self._state, self._parts.base, batch
       )

@@ -23,11 +23,11 @@ ROWS = (
   'formats',  # files of weights: the models and the data are read from them
   'models',
   'data',
+  'serve',
   'train',
   'fuse',
   'sweep',
   'plan',
-  'serve',
   'testing',
   'cli',
   '__main__',
