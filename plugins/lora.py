@@ -43,6 +43,8 @@ class LoRA(peftlab.Adapter):
   def __post_init__(self):
     if self.rank < 1:
       raise ValueError(f'LoRA rank is {self.rank}; it must be at least 1.')
+    if not math.isfinite(self.alpha):
+      raise ValueError(f'LoRA alpha is {self.alpha}; it must be a finite number.')
     if self.init not in INITS:
       raise ValueError(f'No LoRA init {self.init!r}. Inits: {", ".join(INITS)}.')
     if not 0 <= self.dropout < 1:

@@ -28,6 +28,7 @@ from peftlab.formats import (
 CARD = 'peftlab.json'
 TENSORS = hf_peft.TENSORS
 VERSION = 1
+KEYS = ('format', 'type', 'fields', 'layers', 'base', 'tensors')
 
 # {layer name: {slot: array of one layer}}
 Values = dict[str, dict[str, np.ndarray]]
@@ -72,6 +73,7 @@ def save_adapter(
   else:
     tensors = {f'{layer}.{slot}': a for layer, of in values.items() for slot, a in of.items()}
     safetensors_file.write_safetensors(directory / TENSORS, tensors)
+  card['tensors'] = _file_digest(directory / TENSORS)
   files.write_json(directory / CARD, card | {'digest': _digest(card)})
 
 
@@ -171,10 +173,13 @@ def _targets(model: nnx.Module, values: Values) -> dict[str, Any]:
 
 
 def _digest(card: Mapping[str, Any]) -> str:
-  text = json.dumps(
-    {k: card[k] for k in ('format', 'type', 'fields', 'layers', 'base')}, sort_keys=True
-  )
+  text = json.dumps({k: card[k] for k in KEYS}, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_digest(path: pathlib.Path) -> str:
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, Any]]:
@@ -182,9 +187,7 @@ def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, 
     return *_read_peft(directory), {}
   card = files.read_json(directory / CARD)
   subject = f"'{directory / CARD}'"
-  missing = [
-    key for key in ('format', 'type', 'fields', 'layers', 'base', 'digest') if key not in card
-  ]
+  missing = [key for key in (*KEYS, 'digest') if key not in card]
   if missing:
     raise ValueError(f'{subject} lacks {", ".join(missing)}.')
   if card['format'] != VERSION:
@@ -199,6 +202,8 @@ def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, 
   else:
     values = _read_plain(directory)
   _check_layers(values, card['layers'], subject)
+  if _file_digest(directory / TENSORS) != card['tensors']:
+    raise ValueError(f"'{directory / TENSORS}' was changed after it was written.")
   return adapter, values, card
 
 

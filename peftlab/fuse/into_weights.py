@@ -19,8 +19,12 @@ def fuse(model: nnx.Module, *, name: str = 'default') -> nnx.Module:
   Every fused kernel is computed in float32 and rounded once to its own dtype. All other arrays,
   other adapters' included, are the very objects of the model given; to undo, keep that.
 
-  Where the adapted layer is an embedding that is also the head, the head is given a copy of its own
-  first (`model.untie()`), with a warning, so that the logits stay what they were.
+  A layer that shares its weight with another gets one of its own. Where the adapted layer is an
+  embedding that is also the head (`model.tied`), the head is given a copy first (`model.untie()`),
+  with a warning, so that the logits stay what they were. Of a model that does not say whether it
+  is tied, an embedding with `attend` is warned about.
+
+  An adapter that is switched off is merged all the same.
 
   Raises:
     ValueError: no such adapter, a type that cannot be merged, or NaN or infinity in its arrays.
@@ -31,16 +35,31 @@ def fuse(model: nnx.Module, *, name: str = 'default') -> nnx.Module:
     _check(site, attached)
   fused = {site.path: _fused(site, attached) for site, attached in chosen}
   model = _parts.merge(_parts.split(model))
-  if getattr(model, 'tied', False) and any(not site.kind.linear for site, _ in chosen):
-    warnings.warn(
-      'The embedding is also the head; the head gets a copy of its own before merging.',
-      stacklevel=2,
-    )
-    getattr(model, 'untie')()  # noqa: B009
+  _untie(model, [site for site, _ in chosen if not site.kind.linear])
   for site in _sites.sites(model):
     if site.path in fused:
-      site.weight.set_raw_value(fused[site.path])
+      metadata = site.weight.get_metadata()
+      own = type(site.weight)(fused[site.path])
+      own.set_metadata(metadata)
+      setattr(site.layer, site.kind.weight, own)
   return _attach.detach(model, name)
+
+
+def _untie(model: Any, embeddings: list[_sites.Site]) -> None:
+  tied = getattr(model, 'tied', None)
+  if tied and embeddings:
+    warnings.warn(
+      'The embedding is also the head; the head gets a copy of its own before merging.',
+      stacklevel=3,
+    )
+    model.untie()
+  for site in embeddings:
+    if tied is None and hasattr(site.layer, 'attend'):
+      warnings.warn(
+        f'{site.name} is merged as an embedding; where its attend() is the head too, the logits '
+        'change, for the adapter was on the embedding alone.',
+        stacklevel=3,
+      )
 
 
 def _find(site: _sites.Site, name: str) -> _layer.Attached | None:

@@ -157,6 +157,13 @@ def drop_layer(folder, layer):
   safetensors_file.write_safetensors(path, kept, metadata={'format': 'pt'})
 
 
+def flip_a_bit(folder):
+  path = folder / 'adapter_model.safetensors'
+  content = bytearray(path.read_bytes())
+  content[-2] ^= 0x40
+  path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
   ('break_it', 'message'),
   (
@@ -170,6 +177,7 @@ def drop_layer(folder, layer):
     (lambda f: (f / 'adapter_model.safetensors').unlink(), 'adapter_model.safetensors'),
     (lambda f: (f / 'adapter_model.safetensors').write_bytes(b'cut'), 'adapter_model.safetensors'),
     (lambda f: (f / 'peftlab.json').write_text('{'), 'peftlab.json'),
+    (flip_a_bit, 'was changed after it was written'),
   ),
 )
 def test_a_damaged_or_edited_folder_is_refused_by_name(saved, break_it, message):

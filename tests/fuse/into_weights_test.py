@@ -41,7 +41,8 @@ def randomised(model, seed=0):
 def test_fused_output_equals_adapted_output_for_every_layer_type():
   base, tokens = Layers(nnx.Rngs(0)), jnp.arange(7)
   adapted = randomised(peftlab.attach(base, LoRA(rank=2), where=EVERY)[0])
-  fused = fuse(adapted)
+  with pytest.warns(UserWarning, match='embed is merged as an embedding'):
+    fused = fuse(adapted)
   assert np.abs(adapted(tokens) - base(tokens)).max() > 0.1
   chex.assert_trees_all_close(fused(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)
   assert type(fused.linear) is nnx.Linear
@@ -100,6 +101,21 @@ def test_a_tied_embedding_is_untied_aloud_and_the_logits_stay():
   assert base.tied
   assert not fused.tied
   chex.assert_trees_all_close(fused(tokens), adapted(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_share_a_weight_each_get_what_they_computed():
+  class Shared(nnx.Module):
+    def __init__(self):
+      self.a, self.b = (nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2))
+      self.b.kernel = self.a.kernel
+
+    def __call__(self, x):
+      return self.b(jnp.tanh(self.a(x)))
+
+  x = jnp.ones((3, 6))
+  for where in ('a', ('a', 'b')):
+    adapted = randomised(peftlab.attach(Shared(), LoRA(rank=2), where=where)[0])
+    chex.assert_trees_all_close(fuse(adapted)(x), adapted(x), rtol=1e-5, atol=1e-5)
 
 
 def test_nan_is_refused_by_name_and_nothing_changes():

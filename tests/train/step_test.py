@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import peftlab
-from peftlab import _parts
+from peftlab import _parts, _specs
 from peftlab.models.decoder import Decoder
 from peftlab.plugins.lora import LoRA
 from peftlab.train import devices, loss, opt_state
@@ -154,7 +154,7 @@ def test_on_a_mesh_losses_are_equal_and_placements_stay(shape):
   model, _ = peftlab._specs.place(tiny.base_model(), mesh)
   one = tiny.trainee(model=model, clip_norm=1.0)
   where = jax.tree.map(lambda a: a.sharding, (one.parts.adapter, one.state))
-  with devices.using(mesh):
+  with _specs.using(mesh):
     found = one.run(*(devices.place_batch(tiny.batch(i, rows=8), mesh) for i in range(3)))
   for a, b in zip(alone, found, strict=True):
     np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
