@@ -43,14 +43,14 @@ class LoRA(peftlab.Adapter):
   def __post_init__(self):
     if self.rank < 1:
       raise ValueError(f'LoRA rank is {self.rank}; it must be at least 1.')
-    if not math.isfinite(self.alpha):
-      raise ValueError(f'LoRA alpha is {self.alpha}; it must be a finite number.')
     if self.init not in INITS:
       raise ValueError(f'No LoRA init {self.init!r}. Inits: {", ".join(INITS)}.')
     if not 0 <= self.dropout < 1:
       raise ValueError(f'LoRA dropout is {self.dropout}; it must be at least 0 and below 1.')
 
   def slots(self):
+    if not math.isfinite(self.alpha):
+      raise ValueError(f'LoRA alpha is {self.alpha}; it must be a finite number.')
     scale = self.alpha / self._divisor()
     return {
       'a': peftlab.Slot(dims='in rank', init=INITS[self.init]),
