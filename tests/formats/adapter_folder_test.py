@@ -136,10 +136,12 @@ def test_another_base_of_the_same_shape_is_refused(saved):
 
 
 def test_the_same_base_in_half_precision_is_accepted(saved):
+  model, folder = saved
   base = Stacked()
   parts = peftlab.split(base)
   half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), parts.base)
-  peftlab.load_adapter(peftlab.merge(parts.replace(base=half)), saved[1])
+  loaded = peftlab.load_adapter(peftlab.merge(parts.replace(base=half)), folder)
+  chex.assert_trees_all_equal(peftlab.split(loaded).adapter, peftlab.split(model).adapter)
 
 
 def edit(folder, change):
