@@ -19,12 +19,15 @@ from peftlab._adapter import Slot as Slot
 from peftlab._adapter import Values as Values
 from peftlab._adapter import adapter_types as adapter_types
 from peftlab._adapter import constant as constant
+from peftlab._adapter import copy as copy
 from peftlab._adapter import initial as initial
 from peftlab._adapter import register_adapter as register_adapter
+from peftlab._adapter import together as together
 from peftlab._adapter import zeros as zeros
 
 # Layers of any type.
 from peftlab._kernel import register_layer as register_layer
+from peftlab._kernel import register_norm as register_norm
 
 # Attaching.
 from peftlab._attach import activate as activate
@@ -32,6 +35,10 @@ from peftlab._attach import attach as attach
 from peftlab._attach import detach as detach
 from peftlab._attach import disabled as disabled
 from peftlab._report import Report as Report
+
+# Quantized bases.
+from peftlab.quant.convert import dequantize as dequantize
+from peftlab.quant.convert import quantize as quantize
 
 # Files.
 from peftlab.formats.adapter_folder import load_adapter as load_adapter

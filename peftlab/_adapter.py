@@ -1,74 +1,20 @@
-"""The contract of an adapter type: Slot, Base, Adapter."""
+"""The contract of an adapter type: what it is given (Base) and what it gives (Adapter)."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peftlab import _registry
 
-Init = Callable[..., jax.Array]
-
-
-def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-  """Init of a slot with zeros."""
-  del key
-  return jnp.zeros(shape, dtype)
-
-
-def constant(value: float) -> Init:
-  """Init of a slot with one number, a scale for example."""
-  return _Constant(float(value))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-  """An init that compares equal to another of the same number, so that its program is shared."""
-
-  value: float
-
-  def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
-    return jnp.full(shape, self.value, dtype)
-
-
-def initial(default: Any, doc: str = '') -> Any:
-  """A field that only feeds the initial values of slots: two values share one compiled program.
-
-  `apply` and `fuse` must not read it; what they need of it is a slot (alpha -> the slot 'scale').
-  """
-  return dataclasses.field(default=default, compare=False, metadata={'doc': doc})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slot:
-  """One array of an adapter, for one kernel [in, out].
-
-  Attributes:
-    dims: a word per dimension, separated by spaces: 'in rank', 'rank out', 'out', '' (a scalar).
-      'in' and 'out' are the kernel's sizes and take its spec; any other word is a field of the
-      adapter that holds an int, replicated.
-    init: `init(key, shape, dtype) -> array`; with `needs_weight`, `init(key, shape, dtype, weight)`
-      where weight is the kernel [in, out] in float32.
-    needs_weight: the initial value is made from the kernel.
-    trainable: False for a frozen part (a scale, a random projection).
-    shared: one array for the whole model instead of one per kernel.
-    role: what an optimizer may treat apart ('a', 'b', 'magnitude'); default: the slot's name.
-    dtype: dtype in memory; arithmetic is done in the dtype of the layer's input.
-  """
-
-  dims: str
-  init: Init = zeros
-  needs_weight: bool = False
-  trainable: bool = True
-  shared: bool = False
-  role: str | None = None
-  dtype: Any = jnp.float32
+# Re-exported: the contract is one module to those who import it.
+from peftlab._slot import Init, Slot, Values, constant, copy, initial, together, zeros  # noqa: F401
 
 
 class Base(Protocol):
@@ -77,37 +23,70 @@ class Base(Protocol):
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [..., in] -> x W [..., out], without bias."""
 
+  @property
+  def shape(self) -> tuple[int, int]:
+    """(in, out)."""
+    ...
+
   def weight(self) -> jax.Array:
     """The kernel [in, out], dequantized if it was quantized, in the dtype of the layer's input."""
+
+  def bias(self) -> jax.Array:
+    """The layer's bias [out]; zeros where it has none."""
 
   def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
     """x with dropout in training, x itself in eval."""
 
 
-class Values(Mapping):
-  """The arrays of one adapter at one kernel, by slot: `p.a` or `p['a']`. Knows what was read."""
+@dataclasses.dataclass
+class PlainBase:
+  """The `Base` of a matrix at hand, without dropout. Knows whether the weight was read.
 
-  def __init__(self, arrays: Mapping[str, jax.Array]):
-    self._arrays = dict(arrays)
-    self.read: set[str] = set()
+  Attributes:
+    matrix: [in, out].
+    added: the bias [out], or None.
+  """
 
-  def __getitem__(self, name: str) -> jax.Array:
-    if name not in self._arrays:
-      near = _registry.did_you_mean(name, self._arrays)
-      raise ValueError(f'No slot {name!r}{near or "."} Slots: {", ".join(self._arrays)}.')
-    self.read.add(name)
-    return self._arrays[name]
+  matrix: jax.Array
+  added: jax.Array | None = None
+  read: bool = False
 
-  def __getattr__(self, name: str) -> jax.Array:
-    if name.startswith('_'):
-      raise AttributeError(name)
-    return self[name]
+  @property
+  def shape(self) -> tuple[int, int]:
+    """(in, out)."""
+    return self.matrix.shape[0], self.matrix.shape[1]
 
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._arrays)
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """x [..., in] -> [..., out]."""
+    return x @ self.matrix
 
-  def __len__(self) -> int:
-    return len(self._arrays)
+  def weight(self) -> jax.Array:
+    """The matrix."""
+    self.read = True
+    return self.matrix
+
+  def bias(self) -> jax.Array:
+    """The bias, or zeros."""
+    return jnp.zeros(self.shape[1:], self.matrix.dtype) if self.added is None else self.added
+
+  def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
+    """x itself."""
+    del rate
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """The arrays of an adapter at one layer path, as `after_step` sees them.
+
+  Attributes:
+    values: {slot: array [layers, ...]} after the update; 1 layer where it is not a stack. Shared
+      slots are not among them.
+    gradients: likewise, of the slots that are trained.
+  """
+
+  values: Mapping[str, jax.Array]
+  gradients: Mapping[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +100,15 @@ class Adapter(abc.ABC):
   Attributes:
     identity_at_start: a fresh adapter leaves the output as it was.
     mergeable: `fuse` gives a kernel whose plain matmul equals `apply`.
+    additive: what `fuse` adds to a kernel and `fuse_bias` to a bias is the same whatever they
+      hold; such changes can be weighted and summed (`peftlab.fuse.combine`).
     embeddings: `apply` also works where the kernel is an embedding table.
+    norms: `apply` also works where the kernel is the scale [1, out] of a norm.
+    conv: `apply` also works where the kernel is a convolution's.
+    experts: `apply` also works where the kernel is one of a stack of experts.
+    quantized_base: it works on a base of codes, which `base.weight()` dequantizes.
+    mixed_batch: `apply` may be mapped over rows that each have arrays of their own.
+    small: fields of an instance for small kernels, such as Linear(48 -> 32).
     peft_type: the name of this type in HF PEFT's adapter_config.json, or None; with it come
       `to_peft` and `from_peft`.
     peft_fields: the fields that PEFT's config holds.
@@ -129,13 +116,60 @@ class Adapter(abc.ABC):
 
   identity_at_start: ClassVar[bool] = True
   mergeable: ClassVar[bool] = True
+  additive: ClassVar[bool] = True
   embeddings: ClassVar[bool] = True
+  norms: ClassVar[bool] = False
+  conv: ClassVar[bool] = True
+  experts: ClassVar[bool] = True
+  quantized_base: ClassVar[bool] = True
+  mixed_batch: ClassVar[bool] = True
+  small: ClassVar[Mapping[str, Any]] = {}
   peft_type: ClassVar[str | None] = None
   peft_fields: ClassVar[tuple[str, ...]] = ()
+
+  def __post_init__(self):
+    """Checks that every field has its declared type; a type's own checks come after this one."""
+    for field in dataclasses.fields(self):
+      value = _typed(getattr(self, field.name), field.type)
+      if value is None:
+        name = field.type if isinstance(field.type, str) else field.type.__name__
+        given = getattr(self, field.name)
+        subject = f'{type(self).__name__}.{field.name}'
+        kind = type(given).__name__
+        raise ValueError(f'{subject} is {given!r} ({kind}); it must be of type {name}.')
+      object.__setattr__(self, field.name, value)
 
   @abc.abstractmethod
   def slots(self) -> dict[str, Slot]:
     """The arrays of this adapter at one kernel, by name."""
+
+  def sizes(self, ins: int, outs: int) -> Mapping[str, int]:
+    """More words for `dims`, of a kernel [ins, outs]; a 0 leaves out the slots that have the word.
+
+    Raises:
+      ValueError: the kernel does not fit the fields.
+    """
+    del ins, outs
+    return {}
+
+  def start(
+    self,
+    key: jax.Array,
+    sizes: tuple[int, int],
+    weight: jax.Array | None = None,
+    full: jax.Array | None = None,
+  ) -> dict[str, jax.Array]:
+    """First values of every slot whose init is `peftlab.together`, at one kernel.
+
+    Args:
+      key: the kernel's own.
+      sizes: (in, out).
+      weight: [in, out] float32, dequantized; None unless one of these slots has `needs_weight`.
+      full: likewise, as it was before it was quantized where `attach` was told (`full=`), else the
+        same as `weight`.
+    """
+    del key, sizes, weight, full
+    raise ValueError(f'{type(self).__name__} has slots that start together, but no `start`.')
 
   @abc.abstractmethod
   def apply(self, x: jax.Array, base: Base, p: Values) -> jax.Array:
@@ -149,6 +183,52 @@ class Adapter(abc.ABC):
     """
     del w, p
     raise ValueError(f'{type(self).__name__} cannot be merged into a kernel.')
+
+  def fuse_bias(self, b: jax.Array, p: Values) -> jax.Array:
+    """The bias [out] of the fused layer, in float32, from the layer's own (zeros: it has none)."""
+    del p
+    return b
+
+  def to_factors(self, p: Values) -> tuple[jax.Array, jax.Array] | None:
+    """(a [in, k], b [k, out]) whose product is what `fuse` adds; None: it has no such form."""
+    del p
+    return None
+
+  @classmethod
+  def from_factors(
+    cls, a: jax.Array, b: jax.Array, bias: jax.Array | None = None
+  ) -> tuple[Adapter, dict[str, jax.Array]]:
+    """An adapter and its slots that add a [in, k] @ b [k, out] to a kernel, and bias [out].
+
+    Inverse of `to_factors`; also given shapes.
+
+    Raises:
+      ValueError: this type cannot hold such a change.
+    """
+    del a, b, bias
+    raise ValueError(f'{cls.__name__} cannot hold a change that is given as two factors.')
+
+  def after_step(
+    self, kernels: Sequence[Kernel], *, step: jax.Array, steps: int
+  ) -> Sequence[Mapping[str, jax.Array]]:
+    """New values of some slots after an update, for every kernel that has this adapter.
+
+    It is traced into the training step, so shapes are fixed and nothing compiles anew.
+
+    Args:
+      kernels: every layer path, its layers stacked.
+      step: [] int32, updates before this one.
+      steps: of the whole run.
+
+    Returns:
+      {slot: array} per kernel.
+    """
+    del step, steps
+    return [{} for _ in kernels]
+
+  def penalty(self, p: Values) -> jax.Array | None:
+    """What is added to the loss, the mean of it over all kernels, [] float32; None: nothing."""
+    del p
 
   def to_peft(
     self, values: Mapping[str, Mapping[str, Any]], *, embeddings: Collection[str] = ()
@@ -174,6 +254,23 @@ class Adapter(abc.ABC):
   def stochastic(self) -> bool:
     """Whether `apply` draws random numbers in training (dropout above 0)."""
     return bool(getattr(self, 'dropout', 0.0))
+
+
+def _typed(value: Any, declared: Any) -> Any:
+  """The value as the plain int, float, bool or str that was declared; None if it is not one.
+
+  Numbers of numpy and JAX are taken for what they hold; fields of other types pass as they are.
+  """
+  kinds: dict[str, tuple] = {'bool': (bool, np.bool_), 'int': (int, np.integer), 'str': (str,)}
+  kinds['float'] = (float, np.floating, *kinds['int'])
+  name = declared if isinstance(declared, str) else getattr(declared, '__name__', '')
+  if name not in kinds:
+    return value
+  if isinstance(value, jax.Array) and not value.ndim and not isinstance(value, jax.core.Tracer):
+    value = np.asarray(value)[()]
+  if not isinstance(value, kinds[name]) or (name != 'bool' and isinstance(value, bool)):
+    return None
+  return {'bool': bool, 'int': int, 'float': float, 'str': str}[name](value)
 
 
 def register_adapter(name: str) -> Callable[[type], type]:
@@ -207,21 +304,57 @@ def slot_shape(slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]) -> tup
   """The shape of a slot at a kernel with sizes {'in': n, 'out': m}.
 
   Raises:
-    ValueError: a word that is neither in, out nor an int field of the adapter, or a size below 1.
+    ValueError: a word that is neither in, out, a number nor an int of the adapter, a size below 1,
+      or a quotient that does not come out even.
   """
-  shape = []
-  for word in slot.dims.split():
-    size = sizes.get(word, getattr(adapter, word, None))
-    if not isinstance(size, int) or isinstance(size, bool):
-      fields = [f.name for f in dataclasses.fields(adapter)]
-      if word in fields:
-        raise ValueError(f'{type(adapter).__name__}.{word} is {size!r}; it must be an int.')
-      near = _registry.did_you_mean(word, ['in', 'out', *fields])
+  more = adapter.sizes(sizes['in'], sizes['out'])
+  words = slot.dims.split()
+  return tuple(0 if more.get(w) == 0 else _size(w, slot, adapter, {**sizes, **more}) for w in words)
+
+
+def slots_at(
+  adapter: Adapter, *, sizes: Mapping[str, int], bias: bool = True
+) -> tuple[dict[str, Slot], dict[str, tuple[int, ...]]]:
+  """The slots that an adapter has at a kernel with sizes {'in': n, 'out': m}, and their shapes.
+
+  Args:
+    adapter: any.
+    sizes: of the kernel.
+    bias: whether the layer has one.
+  """
+  every = {n: s for n, s in adapter.slots().items() if bias or s.of != 'bias'}
+  shapes = {n: slot_shape(s, adapter, sizes=sizes) for n, s in every.items()}
+  shapes = {n: shape for n, shape in shapes.items() if 0 not in shape}
+  return {n: s for n, s in every.items() if n in shapes}, shapes
+
+
+def _size(word: str, slot: Slot, adapter: Adapter, sizes: Mapping[str, int]) -> int:
+  if word.isdigit() and int(word):
+    return int(word)
+  if '/' in word:
+    whole, _, part = word.partition('/')
+    total, by = (_size(w, slot, adapter, sizes) for w in (whole, part))
+    if total % by:
       raise ValueError(
-        f'{type(adapter).__name__} has a slot with dims {slot.dims!r}, and {word!r} is neither '
-        f"'in', 'out' nor a field that holds an int{near or '.'}"
+        f'{type(adapter).__name__}.{part} is {by}; it must divide {whole}, which is {total}.'
       )
-    if size < 1:
-      raise ValueError(f'{type(adapter).__name__}.{word} is {size}; it must be at least 1.')
-    shape.append(size)
-  return tuple(shape)
+    return total // by
+  size = sizes.get(word, getattr(adapter, word, None))
+  if not isinstance(size, int) or isinstance(size, bool):
+    fields = [f.name for f in dataclasses.fields(adapter)]
+    if word in fields:
+      raise ValueError(f'{type(adapter).__name__}.{word} is {size!r}; it must be an int.')
+    near = _registry.did_you_mean(word, [*sizes, *fields])
+    raise ValueError(
+      f'{type(adapter).__name__} has a slot with dims {slot.dims!r}, and {word!r} is neither '
+      f"'in', 'out' nor a field that holds an int{near or '.'}"
+    )
+  if size < 1:
+    raise ValueError(f'{type(adapter).__name__}.{word} is {size}; it must be at least 1.')
+  return size
+
+
+def divided(adapter: Adapter) -> tuple[str, ...]:
+  """The quotients in the dims of an adapter's slots: what must divide what ('in/block')."""
+  words = [w for slot in adapter.slots().values() for w in slot.dims.split() if '/' in w]
+  return tuple(dict.fromkeys(words))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 import contextlib
 import re
 from typing import Any
@@ -11,17 +11,30 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _adapter, _initial, _layer, _parts, _plan, _registry, _report, _sites
+from peftlab import (
+  _adapter,
+  _initial,
+  _layer,
+  _linearity,
+  _parts,
+  _plan,
+  _registry,
+  _report,
+  _sites,
+  _stack,
+)
 
 
 def attach(
   model: nnx.Module,
-  adapter: _adapter.Adapter,
+  adapter: _adapter.Adapter | Mapping[str, _adapter.Adapter],
   *,
   where: _sites.Patterns = 'all-linear',
   exclude: _sites.Patterns = (),
   rngs: nnx.Rngs | jax.Array | int = 0,
   name: str = 'default',
+  fields: Mapping[str, Mapping[str, Any]] | None = None,
+  full: nnx.Module | None = None,
 ) -> tuple[nnx.Module, _report.Report]:
   """A model with an adapter at every layer that `where` names; the one given is untouched.
 
@@ -32,11 +45,15 @@ def attach(
 
   Args:
     model: any nnx model.
-    adapter: an instance of a registered adapter type.
+    adapter: an instance of a registered adapter type, or {pattern: instance} for layers that get
+      different ones; the first pattern that names a layer wins, and `where` is not given.
     where: patterns, see `select`.
     exclude: patterns of layers to leave alone.
     rngs: seed, key, or nnx.Rngs (one draw of its `params` stream).
     name: names the adapter; a layer can carry several.
+    fields: {field: {pattern: value}}: other values of a field for some layers, each field on its
+      own ({'rank': {'attn.q': 4}, 'alpha': {'mlp': 32.0}}); the first pattern wins.
+    full: the model as it was before it was quantized, for types that start from what was lost.
 
   Returns:
     The model and the table of what was adapted.
@@ -44,43 +61,109 @@ def attach(
   Raises:
     ValueError: nothing matches, the name is taken, a field does not fit a layer; nothing changed.
   """
+  by_pattern, where = _by_pattern(adapter, where)
+  check_name(name)
+  model = _parts.merge(_parts.split(model))
+  every = _sites.sites(model, norms=any(one.norms for one in by_pattern.values()))
+  chosen = _sites.select(every, where, exclude)
+  _linearity.check(chosen)
+  kinds = _sites.assign(chosen, by_pattern, fields or {})
+  held = shared_variables(model, name)
+  plans = [_plan.plan(site, kinds[site.path], name) for site in chosen]
+  plans = _plan.share(plans, {key: v.shape for key, v in held.items()})
+  _plan.warn_of_ranks(plans)
+  arrays = _initial.initial_values(
+    plans,
+    _stack.root_key(rngs),
+    held={key: v.get_raw_value() for key, v in held.items()},
+    full=None if full is None else {site.path: site for site in _sites.sites(full, norms=True)},
+  )
+  install(plans, name, arrays, held=held)
+  return model, _report.Report.of(every, plans, adapter, name)
+
+
+def check_name(name: Any) -> None:
+  """Raises ValueError for what cannot name an adapter."""
+  if not isinstance(name, str) or not re.fullmatch(r'[\w-]+', name):
+    raise ValueError(f'The adapter name {name!r} must be made of letters, digits, _ and -.')
+
+
+def _by_pattern(adapter: Any, where: _sites.Patterns) -> tuple[dict[str, Any], _sites.Patterns]:
+  """({pattern: adapter}, where); the pattern of a single adapter is ''."""
+  if not isinstance(adapter, Mapping):
+    _check_adapter(adapter)
+    return {'': adapter}, where
+  if where != 'all-linear' or not adapter:
+    raise ValueError('With {pattern: adapter} the patterns say where; leave out `where`.')
+  for one in adapter.values():
+    _check_adapter(one)
+  return dict(adapter), tuple(adapter)
+
+
+def _check_adapter(adapter: Any) -> None:
   if isinstance(adapter, type):
     raise ValueError(f'attach takes an instance, given the type: write {adapter.__name__}().')
   if not isinstance(adapter, _adapter.Adapter):
     raise ValueError(f'attach takes an Adapter, given {type(adapter).__name__}: {adapter!r}.')
-  if not isinstance(name, str) or not re.fullmatch(r'[\w-]+', name):
-    raise ValueError(f'The adapter name {name!r} must be made of letters, digits, _ and -.')
-  model = _parts.merge(_parts.split(model))
-  every = _sites.sites(model)
-  chosen = _sites.select(every, where, exclude)
-  plans = [_plan.plan(site, adapter, name) for site in chosen]
-  arrays = _initial.initial_values(plans, adapter, _initial.root_key(rngs))
-  install(plans, adapter, name, arrays)
-  return model, _report.Report.of(every, plans, adapter, name)
+
+
+def shared_variables(model: nnx.Module, name: str) -> dict[tuple, _parts.AdapterParam]:
+  """{(adapter, slot): Variable} of the arrays that an adapter of that name shares in a model."""
+  every = [a for layer in adapted(model).values() for a in layer.adapters if a.name == name]
+  return {(a.adapter, s): getattr(a, s) for a in every for s in _plan.shared(a.slots())}
 
 
 def install(
-  plans: list[_plan.Plan],
-  adapter: _adapter.Adapter,
+  plans: Sequence[_plan.Plan],
   name: str,
   arrays: dict[str, dict[str, Any]],
+  *,
+  held: Mapping[tuple, _parts.AdapterParam] | None = None,
+  training: bool = True,
 ) -> None:
-  """Gives every planned layer its arrays, {layer: {slot: array}}, in place; checks come first."""
+  """Gives every planned layer its arrays, {layer: {slot: array}}, in place; checks come first.
+
+  A shared array becomes one Variable, that of `held` where the model has it already. With
+  `training` False they are in evaluation mode: nothing is dropped.
+  """
   for plan in plans:
     layer = plan.site.layer
     if not isinstance(layer, _layer.AdaptedLayer) and hasattr(layer, 'adapters'):
       raise ValueError(f'{plan.site.name} has an attribute `adapters` of its own.')
+  shared = dict(held or {})
   for plan in plans:
-    _put(plan, adapter, name, arrays[plan.site.name])
+    attached = _attached(plan, name, arrays[plan.site.name], shared)
+    if plan.adapter.stochastic and not training:
+      attached.eval()
+    _put(plan.site.layer, attached)
 
 
-def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[str, Any]) -> None:
-  layer = plan.site.layer
+def _put(layer: Any, attached: _layer.Attached) -> None:
+  if isinstance(layer, _layer.AdaptedLayer):
+    layer.adapters.append(attached)
+  else:
+    layer.__class__ = _layer.adapted_class(type(layer))
+    layer.adapters = nnx.List([attached])
+
+
+def _attached(
+  plan: _plan.Plan,
+  name: str,
+  arrays: dict[str, Any],
+  shared: dict[tuple, _parts.AdapterParam],
+) -> _layer.Attached:
+  adapter = plan.adapter
   variables: dict[str, _parts.AdapterParam] = {}
   for slot_name, slot in plan.slots.items():
+    if slot.shared and (adapter, slot_name) in shared:
+      variables[slot_name] = shared[adapter, slot_name]
+      continue
     kind = _parts.AdapterParam if slot.trainable else _parts.AdapterConstant
-    metadata: dict[str, Any] = {'stack': plan.stacks[slot_name]} if plan.site.stack else {}
+    layers = plan.stacks[slot_name][: len(plan.site.stack) - plan.site.experts]
+    metadata: dict[str, Any] = {'stack': layers} if layers or slot.shared else {}
     variables[slot_name] = kind(arrays[slot_name], **metadata)
+    if slot.shared:
+      shared[adapter, slot_name] = variables[slot_name]
   rng = None
   if adapter.stochastic:
     key = arrays.get('rng_key')
@@ -88,12 +171,7 @@ def _put(plan: _plan.Plan, adapter: _adapter.Adapter, name: str, arrays: dict[st
       key = _initial.dropout_keys(plan, _initial.site_key(jax.random.key(0), plan.site))
     count = _zeros_like(key)
     rng = (nnx.RngKey(key, tag='dropout'), nnx.RngCount(count, tag='dropout'))
-  attached = _layer.Attached(adapter, name, variables, rng)
-  if isinstance(layer, _layer.AdaptedLayer):
-    layer.adapters.append(attached)
-  else:
-    layer.__class__ = _layer.adapted_class(type(layer))
-    layer.adapters = nnx.List([attached])
+  return _layer.Attached(adapter, name, variables, rng)
 
 
 def _zeros_like(key: Any) -> Any:

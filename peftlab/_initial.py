@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import functools
 from typing import Any
 import zlib
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _adapter, _kernel, _parts, _plan, _sites
-
-
-def root_key(rngs: nnx.Rngs | jax.Array | int) -> jax.Array:
-  """The key that a seed, a key, or one draw of nnx.Rngs gives."""
-  if isinstance(rngs, nnx.Rngs):
-    return rngs.params()
-  if isinstance(rngs, int) and not isinstance(rngs, bool):
-    return jax.random.key(rngs)
-  if isinstance(rngs, jax.Array) and jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
-    return rngs
-  raise ValueError(f'rngs must be a seed, a jax.random.key or nnx.Rngs, given {rngs!r}.')
+from peftlab import _adapter, _kernel, _packed, _parts, _plan, _sites, _stack
 
 
 def initial_values(
-  plans: list[_plan.Plan], adapter: _adapter.Adapter, key: jax.Array
+  plans: Sequence[_plan.Plan],
+  key: jax.Array,
+  *,
+  held: Mapping[tuple, Any] | None = None,
+  full: Mapping[tuple, _sites.Site] | None = None,
 ) -> dict[str, dict[str, Any]]:
   """{layer: {slot: array}}, and under 'rng_key' the keys of an adapter that draws.
 
   Each slot is made by a function compiled once for its shape, so that a second adapter of the same
   type compiles nothing.
+
+  Args:
+    plans: of all sites of one name.
+    key: random.
+    held: {(adapter, slot): array} of shared arrays that the model has already.
+    full: {path: site} of the weights as they were before they were quantized.
   """
   made: dict[str, dict[str, Any]] = {}
+  shared = dict(held or {})
   for plan in plans:
     site = plan.site
     here = site_key(key, site)
-    made[site.name] = {name: _slot_value(plan, name, here) for name in plan.slots}
-    if adapter.stochastic:
-      made[site.name]['rng_key'] = dropout_keys(plan, here)
+    values = _own_values(plan, here, (full or {}).get(site.path, site))
+    for name in _plan.shared(plan.slots):
+      if (plan.adapter, name) not in shared:
+        shared[plan.adapter, name] = _shared_value(plan, name, key)
+      values[name] = shared[plan.adapter, name]
+    if plan.adapter.stochastic:
+      values['rng_key'] = dropout_keys(plan, here)
+    made[site.name] = values
   return made
 
 
@@ -57,60 +62,168 @@ def dropout_keys(plan: _plan.Plan, key: jax.Array) -> Any:
   sharding = next(iter(plan.shardings.values()))
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec())
-  run = _maker(
-    'dropout', _keep_key, (), None, plan.site.layers, tuple(range(len(plan.site.layers))), sharding
-  )
-  return _run(run, plan, sharding, key)
+  layers = plan.site.layers
+  form = _Form('dropout', (), None, tuple(range(len(layers))), sharding)
+  run = _maker((_One('dropout', _keep_key, ()),), (form,), plan.site.numbers)
+  return _run(run, plan, (form,), key)['dropout']
 
 
-def _slot_value(plan: _plan.Plan, name: str, key: jax.Array) -> Any:
-  slot, site = plan.slots[name], plan.site
+@dataclasses.dataclass(frozen=True)
+class _Form:
+  """How one array is made: its name, shape and dtype for one layer, its layer axes, sharding."""
+
+  name: str
+  own: tuple[int, ...]
+  dtype: Any
+  at: tuple[int, ...]
+  sharding: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _One:
+  """The first value of one slot, of the inputs `takes`."""
+
+  name: str
+  init: _adapter.Init
+  own: tuple[int, ...]
+  dtype: Any = None
+  takes: tuple[int, ...] = ()
+
+  def __call__(self, key: jax.Array, *weight: jax.Array) -> dict[str, jax.Array]:
+    return {self.name: self.init(key, self.own, self.dtype, *weight)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+  """`Adapter.start`; equal for two adapters only where every field is, `initial` ones too."""
+
+  name: str
+  adapter: _adapter.Adapter = dataclasses.field(compare=False)
+  told: tuple
+  sizes: tuple[int, int]
+  takes: tuple[int, ...] = ()
+
+  def __call__(self, key: jax.Array, *weights: jax.Array) -> dict[str, jax.Array]:
+    return self.adapter.start(key, self.sizes, *weights)
+
+
+def _form(plan: _plan.Plan, name: str) -> _Form:
   own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
-  form = (name, slot.init, own, slot.dtype, site.layers, plan.stacks[name], plan.shardings[name])
-  if not slot.needs_weight:
-    return _run(_maker(*form), plan, plan.shardings[name], key)
-  run = _maker(*form, words=site.layout.words, stack=site.stack)
-  return _run(run, plan, plan.shardings[name], key, site.weight.get_raw_value())
+  return _Form(name, own, plan.slots[name].dtype, plan.stacks[name], plan.shardings[name])
 
 
-def _run(run: Callable[..., jax.Array], plan: _plan.Plan, sharding: Any, *arguments: Any) -> Any:
-  """The value, or its shape where the model is one of shapes."""
+def _own_values(plan: _plan.Plan, key: jax.Array, full: _sites.Site) -> dict[str, Any]:
+  """All slots of a site but the shared ones, by one program."""
+  own = {n: s for n, s in plan.slots.items() if not s.shared}
+  sources = {
+    'weight': lambda: _source(plan.site, 'weight'),
+    'bias': lambda: _source(plan.site, 'bias'),
+    'full': lambda: _source(full, 'weight'),
+  }
+  joint = [s for s in own.values() if s.init is _adapter.together]
+  whole = any(s.needs_weight for s in joint)
+  wanted = {s.of for s in own.values() if s.needs_weight} | ({'full'} if whole else set())
+  order = [name for name in sources if name in wanted]
+  given = [sources[name]() for name in order]
+  makes: list[_One | _Start] = []
+  for name, slot in own.items():
+    if slot.init is not _adapter.together:
+      takes = (order.index(slot.of),) if slot.needs_weight else ()
+      makes.append(_One(name, slot.init, _form(plan, name).own, slot.dtype, takes))
+  if joint:
+    takes = (order.index('weight'), order.index('full')) if whole else ()
+    makes.append(_start(plan, takes))
+  forms = tuple(_form(plan, name) for name in own)
+  run = _maker(tuple(makes), forms, plan.site.numbers, tuple(how for _, how in given))
+  return _run(run, plan, forms, key, *(value for value, _ in given)) if forms else {}
+
+
+def _start(plan: _plan.Plan, takes: tuple[int, ...]) -> _Start:
+  adapter, sizes = plan.adapter, plan.site.sizes
+  told = (type(adapter), *(getattr(adapter, f.name) for f in dataclasses.fields(adapter)))
+  return _Start('start', adapter, told, (sizes['in'], sizes['out']), takes)
+
+
+def _shared_value(plan: _plan.Plan, name: str, key: jax.Array) -> Any:
+  slot, form = plan.slots[name], _form(plan, name)
+  run = _maker((_One(name, slot.init, form.own, slot.dtype),), (form,), ())
+  return _run(run, plan, (form,), key)[name]
+
+
+def _source(site: _sites.Site, of: str) -> tuple[Any, tuple]:
+  """(the weight or bias of a site, (words, layer axes) of it)."""
+  if of == 'weight':
+    return site.weight.get_raw_value(), (site.layout.words, site.stack)
+  assert site.bias is not None
+  value = site.bias.get_raw_value()
+  rank = value.ndim - len(site.stack)
+  return value, (('out',) * rank, _stack.place_axes(site.stack, rank))
+
+
+def _run(
+  run: Callable[..., dict[str, jax.Array]], plan: _plan.Plan, forms: tuple[_Form, ...], *given: Any
+) -> dict[str, Any]:
+  """The values, or their shapes where the model is one of shapes."""
   weight = jax.tree.leaves(plan.site.weight.get_raw_value())[0]
   if not isinstance(weight, jax.ShapeDtypeStruct):
-    return run(*arguments)
-  made = jax.eval_shape(run, *arguments)
-  return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
+    return run(*given)
+  made = jax.eval_shape(run, *given)
+  return {
+    f.name: jax.ShapeDtypeStruct(made[f.name].shape, made[f.name].dtype, sharding=f.sharding)
+    for f in forms
+  }
 
 
 @functools.lru_cache(maxsize=512)
 def _maker(
-  name: str,
-  init: _adapter.Init,
-  own: tuple[int, ...],
-  dtype: Any,
-  layers: tuple[int, ...],
-  at: tuple[int, ...],
-  sharding: Any,
-  words: tuple[str, ...] = (),
-  stack: tuple[int, ...] = (),
-) -> Callable[..., jax.Array]:
-  """site key (, weight) -> the array of a slot, layer axes at `at`, each layer from its own key."""
+  makes: tuple[_One | _Start, ...],
+  forms: tuple[_Form, ...],
+  numbers: tuple[tuple[int, ...], ...],
+  weights: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (),
+) -> Callable[..., dict[str, jax.Array]]:
+  """site key (, weights) -> {slot: array}, layer axes where the forms say, a key for each layer.
 
-  def one(key: jax.Array, *weight: jax.Array) -> jax.Array:
-    made = init(key, own, dtype, *(_kernel.as_matrix(w, words) for w in weight))
-    if made.shape != own:
-      raise ValueError(f'Slot {name!r} starts with shape {made.shape}; its dims say {own}.')
-    return made if dtype is None else made.astype(dtype)
+  Layers are told apart by their `numbers`, per stack axis.
+  """
+  layers = len(numbers)
 
-  def every(key: jax.Array, *weight: jax.Array) -> jax.Array:
-    for count in layers:
-      key = _fold_each(key, count)
-    # The name last: a layer of a list has its index in the site's key.
-    key = _over(len(layers), lambda k: _fold(k, name))(key)
-    front = (jnp.moveaxis(w, stack, range(len(stack))).astype(jnp.float32) for w in weight)
-    return jnp.moveaxis(_over(len(layers), one)(key, *front), range(len(layers)), at)
+  def one(key: jax.Array, *weight: jax.Array) -> dict[str, jax.Array]:
+    matrices = [
+      _kernel.as_matrix(w, words) if 'in' in words else w.reshape(-1)
+      for w, (words, _) in zip(weight, weights, strict=True)
+    ]
+    made = {}
+    for make in makes:
+      # The name last: a layer of a list has its index in the site's key.
+      made |= make(_fold(key, make.name), *(matrices[i] for i in make.takes))
+    return _checked(made, forms)
 
-  return jax.jit(every, out_shardings=sharding)
+  def every(key: jax.Array, *weight: jax.Array) -> dict[str, jax.Array]:
+    for own in numbers:
+      key = _fold_each(key, own)
+    front = (_front(w, stack) for w, (_, stack) in zip(weight, weights, strict=True))
+    made = _over(layers, one)(key, *front)
+    return {f.name: jnp.moveaxis(made[f.name], range(layers), f.at) for f in forms}
+
+  return jax.jit(every, out_shardings={f.name: f.sharding for f in forms})
+
+
+def _front(weight: Any, stack: tuple[int, ...]) -> Any:
+  """A weight with its layer axes first; one of codes and scales has them there."""
+  if isinstance(weight, _packed.Packed):
+    return weight
+  return jnp.moveaxis(weight, stack, range(len(stack))).astype(jnp.float32)
+
+
+def _checked(made: dict[str, jax.Array], forms: tuple[_Form, ...]) -> dict[str, jax.Array]:
+  for form in forms:
+    if form.name not in made:
+      raise ValueError(f'start gives no value for the slot {form.name!r}.')
+    if made[form.name].shape != form.own:
+      raise ValueError(
+        f'Slot {form.name!r} starts with shape {made[form.name].shape}; its dims say {form.own}.'
+      )
+  return {f.name: made[f.name] if f.dtype is None else made[f.name].astype(f.dtype) for f in forms}
 
 
 def _keep_key(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -122,15 +235,16 @@ def _fold(key: jax.Array, name: str) -> jax.Array:
   return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def _fold_each(keys: jax.Array, count: int) -> jax.Array:
-  """Keys [...] -> [..., count], one per layer."""
+def _fold_each(keys: jax.Array, numbers: tuple[int, ...]) -> jax.Array:
+  """Keys [...] -> [..., layers], one per layer number."""
+  count = len(numbers)
   return _over(keys.ndim + 1, jax.random.fold_in)(
     jnp.repeat(keys[..., None], count, axis=-1),
-    jnp.broadcast_to(jnp.arange(count), (*keys.shape, count)),
+    jnp.broadcast_to(jnp.asarray(numbers, jnp.int32), (*keys.shape, count)),
   )
 
 
-def _over(dimensions: int, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _over(dimensions: int, function: Callable[..., Any]) -> Callable[..., Any]:
   """`function` of one element, mapped over so many leading dimensions."""
   for _ in range(dimensions):
     function = jax.vmap(function)

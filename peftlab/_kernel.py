@@ -15,7 +15,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from peftlab import _registry
+from peftlab import _groups, _packed
+
+EXPERT = 'expert'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class Layout:
   """How one layer uses its weight.
 
   Attributes:
-    words: 'in' or 'out' per dimension of the weight.
+    words: 'in' or 'out' per dimension of the weight; one may be 'expert': the layer then is called
+      with rows sorted by expert and how many each has, `layer(x [rows, *in], sizes [experts])`.
     shape: sizes of those dimensions without stack axes; None where the layer does not tell.
     equation: letters of (input, weight, output), one per dimension; None for a lookup or a
       convolution, whose input has no dimension to contract.
@@ -32,6 +35,12 @@ class Layout:
   words: tuple[str, ...]
   shape: tuple[int, ...] | None = None
   equation: Callable[[int], tuple[str, str, str]] | None = None
+
+  def of_one_expert(self) -> Layout:
+    """The layout of the weight of one expert."""
+    keep = [i for i, word in enumerate(self.words) if word != EXPERT]
+    shape = None if self.shape is None else tuple(self.shape[i] for i in keep)
+    return dataclasses.replace(self, words=tuple(self.words[i] for i in keep), shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +51,8 @@ class LayerType:
   bias: str | None
   layout: Callable[[Any], Layout]
   linear: bool
+  check: bool
+  norm: bool = False
 
 
 _LAYERS: dict[type, LayerType] = {}
@@ -54,35 +65,38 @@ def register_layer(
   weight: str = 'kernel',
   bias: str | None = 'bias',
   linear: bool = True,
+  check: bool = True,
 ) -> None:
   """Lets `attach` adapt layers of a class: `peftlab.register_layer(MyLinear, weight='w')`.
 
   Args:
     cls: an nnx.Module whose `__call__(x, ...)` multiplies x by one weight.
     layout: a word per dimension of the weight, 'in' (contracted with the trailing dimensions of x
-      in this order) or 'out'; or a function of the layer.
+      in this order) or 'out', perhaps one 'expert' (see `Layout`); or a function of the layer.
     weight: attribute that holds the weight Variable.
     bias: attribute that holds the bias Variable or None; None: there is no such attribute.
     linear: False for lookups (embeddings), whose input is the index of a row; 'all-linear' leaves
       them alone.
+    check: `attach` runs one layer on random numbers and refuses one that is not x W + b; False for
+      a layer whose call takes more than x.
 
   Raises:
-    ValueError: not an nnx.Module, or words other than in and out.
+    ValueError: not an nnx.Module, or words other than in, out and expert.
   """
   if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
     raise ValueError(f'register_layer takes a subclass of nnx.Module, given {cls!r}.')
   if isinstance(layout, str):
     words = tuple(layout.split())
-    if set(words) != {'in', 'out'}:
+    if set(words) - {EXPERT} != {'in', 'out'} or words.count(EXPERT) > 1:
       raise ValueError(
         f"The layout {layout!r} of {cls.__name__} must be made of the words 'in' and 'out', with "
-        'at least one of each.'
+        "at least one of each and at most one 'expert'."
       )
-    equation = (lambda ndim: _trailing(words, ndim)) if linear else None
+    equation = (lambda ndim: trailing(words, ndim)) if linear else None
     found = Layout(words=words, equation=equation)
-    _LAYERS[cls] = LayerType(weight, bias, lambda layer: found, linear)
+    _LAYERS[cls] = LayerType(weight, bias, lambda layer: found, linear, check)
   else:
-    _LAYERS[cls] = LayerType(weight, bias, layout, linear)
+    _LAYERS[cls] = LayerType(weight, bias, layout, linear, check)
 
 
 def layer_type(layer: Any) -> LayerType | None:
@@ -90,7 +104,8 @@ def layer_type(layer: Any) -> LayerType | None:
   return next((_LAYERS[c] for c in type(layer).__mro__ if c in _LAYERS), None)
 
 
-def _trailing(words: tuple[str, ...], ndim: int) -> tuple[str, str, str]:
+def trailing(words: tuple[str, ...], ndim: int) -> tuple[str, str, str]:
+  """The equation of a layer that contracts the last dimensions of its input."""
   letters = string.ascii_letters
   kernel = letters[: len(words)]
   ins = ''.join(c for c, w in zip(kernel, words, strict=True) if w == 'in')
@@ -99,74 +114,19 @@ def _trailing(words: tuple[str, ...], ndim: int) -> tuple[str, str, str]:
   return free + ins, kernel, free + outs
 
 
-def _linear(layer: nnx.Linear) -> Layout:
-  words = ('in', 'out')
-  return Layout(
-    words=words,
-    shape=(layer.in_features, layer.out_features),
-    equation=lambda ndim: _trailing(words, ndim),
-  )
+def register_norm(cls: type, *, weight: str = 'scale', bias: str | None = None) -> None:
+  """Lets types that work on norms (`Adapter.norms`) adapt layers of a class.
 
+  A norm is seen as a kernel [1, out], its scale, and its input as a lookup, so that `x @ m` is the
+  norm with m [1, out] for its scale.
 
-def _linear_general(layer: nnx.LinearGeneral) -> Layout:
-  if layer.batch_axis:
-    raise ValueError(f'LinearGeneral with batch_axis {dict(layer.batch_axis)} is not a kernel.')
-  ins, outs = len(layer.in_features), len(layer.out_features)
-
-  def equation(ndim: int) -> tuple[str, str, str]:
-    kernel = string.ascii_letters[: ins + outs]
-    free = iter(string.ascii_letters[ins + outs :])
-    axes = sorted(a % ndim for a in layer.axis)
-    x = [kernel[axes.index(i)] if i in axes else next(free) for i in range(ndim)]
-    rest = ''.join(c for c in x if c not in kernel)
-    return ''.join(x), kernel, rest + kernel[ins:]
-
-  return Layout(
-    words=('in',) * ins + ('out',) * outs,
-    shape=(*layer.in_features, *layer.out_features),
-    equation=equation,
-  )
-
-
-def _einsum(layer: nnx.Einsum) -> Layout:
-  if layer.einsum_str is None:
-    raise ValueError('An nnx.Einsum without an equation of its own cannot be adapted.')
-  x, rest = layer.einsum_str.split(',')
-  kernel, y = rest.split('->')
-  batch = [c for c in kernel if c in x and c in y]
-  lost = [c for c in kernel if c not in x and c not in y]
-  if batch or lost or '...' in kernel:
-    raise ValueError(
-      f'The einsum {layer.einsum_str!r} is not a plain contraction: each letter of its weight must '
-      'be in exactly one of input and output.'
-    )
-
-  def equation(ndim: int) -> tuple[str, str, str]:
-    named = x.replace('...', '')
-    unused = (c for c in string.ascii_letters if c not in x + kernel + y)
-    dots = ''.join(next(unused) for _ in range(ndim - len(named)))
-    return x.replace('...', dots), kernel, y.replace('...', dots)
-
-  words = tuple('in' if c in x else 'out' for c in kernel)
-  return Layout(words=words, shape=tuple(layer.kernel_shape), equation=equation)
-
-
-def _embed(layer: nnx.Embed) -> Layout:
-  return Layout(words=('in', 'out'), shape=(layer.num_embeddings, layer.features))
-
-
-def _conv(layer: nnx.Conv) -> Layout:
-  if layer.feature_group_count != 1 or layer.mask is not None:
-    raise ValueError('A convolution with feature groups or a mask is not one kernel [in, out].')
-  ins = len(layer.kernel_size) + 1
-  return Layout(words=('in',) * ins + ('out',), shape=tuple(layer.kernel_shape))
-
-
-register_layer(nnx.Linear, _linear)
-register_layer(nnx.LinearGeneral, _linear_general)
-register_layer(nnx.Einsum, _einsum)
-register_layer(nnx.Embed, _embed, weight='embedding', bias=None, linear=False)
-register_layer(nnx.Conv, _conv)
+  Args:
+    cls: an nnx.Module whose `__call__(x)` gives a normalized x times its scale (plus its bias).
+    weight: attribute that holds the scale [out].
+    bias: attribute that holds the bias [out] or None.
+  """
+  layout = Layout(words=('out',))
+  _LAYERS[cls] = LayerType(weight, bias, lambda layer: layout, linear=False, check=False, norm=True)
 
 
 OUTPUT = 'layer_output'
@@ -178,11 +138,14 @@ def keep(y: jax.Array) -> jax.Array:
 
 
 def as_matrix(weight: jax.Array, words: tuple[str, ...]) -> jax.Array:
-  """A weight with dimensions `words` -> [in, out]."""
+  """A weight with dimensions `words` -> [in, out], or [experts, in, out]; decoded if need be."""
+  if isinstance(weight, _packed.Packed):
+    return weight.matrix()
   order = _order(words)
-  ins = [weight.shape[i] for i in order if words[i] == 'in']
-  outs = [weight.shape[i] for i in order if words[i] == 'out']
-  return jnp.transpose(weight, order).reshape(math.prod(ins), math.prod(outs))
+  experts, ins, outs = (
+    [weight.shape[i] for i in order if words[i] == word] for word in (EXPERT, 'in', 'out')
+  )
+  return jnp.transpose(weight, order).reshape(*experts, math.prod(ins), math.prod(outs))
 
 
 def from_matrix(matrix: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
@@ -194,9 +157,7 @@ def from_matrix(matrix: jax.Array, words: tuple[str, ...], shape: tuple[int, ...
 
 
 def _order(words: tuple[str, ...]) -> list[int]:
-  return [i for i, w in enumerate(words) if w == 'in'] + [
-    i for i, w in enumerate(words) if w == 'out'
-  ]
+  return sorted(range(len(words)), key=lambda i: (EXPERT, 'in', 'out').index(words[i]))
 
 
 @jax.custom_vjp
@@ -258,10 +219,17 @@ class View:
     layer: the layer, with its own Variables.
     forward: the layer's own `__call__` as a function of its input.
     inputs: what the layer was called with.
+    groups: of a layer with experts, how many rows each has, [experts].
   """
 
-  def __init__(self, layer: nnx.Module, forward: Callable[[Any], jax.Array], inputs: Any):
-    self.layer, self.forward, self.inputs = layer, forward, inputs
+  def __init__(
+    self,
+    layer: nnx.Module,
+    forward: Callable[[Any], jax.Array],
+    inputs: Any,
+    groups: jax.Array | None = None,
+  ):
+    self.layer, self.forward, self.inputs, self.groups = layer, forward, inputs, groups
     found = layer_type(layer)
     assert found is not None
     self.names = found
@@ -273,6 +241,18 @@ class View:
   def kernel(self) -> nnx.Variable:
     """The Variable that holds the weight."""
     return getattr(self.layer, self.names.weight)
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """{'in': n, 'out': m} of the kernel."""
+    return kernel_sizes(self.layout.words, self.kernel.shape)
+
+  def bias(self) -> jax.Array:
+    """The layer's bias [out], or [experts, out]; zeros where it has none."""
+    experts = () if self.groups is None else self.groups.shape
+    if self._bias is None:
+      return jnp.zeros((*experts, self.sizes['out']))
+    return self._bias[...].reshape(*experts, -1)
 
   def bare(self) -> jax.Array:
     """The layer's own output without its bias."""
@@ -335,6 +315,8 @@ class View:
     if self._bias is None:
       return y
     bias = self._bias[...].astype(y.dtype)
+    if self.groups is not None:
+      return y + bias[_groups.group_of_row(self.groups, y.shape[0])]
     if self.equation is None:
       return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     outs = self._groups()[2]
@@ -374,17 +356,8 @@ class Lazy:
 
 def kernel_sizes(words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
   """{'in': n, 'out': m} of a weight."""
-  sizes = {'in': 1, 'out': 1}
+  sizes = {'in': 1, 'out': 1, EXPERT: 1}
   for word, size in zip(words, shape, strict=True):
     sizes[word] *= size
+  del sizes[EXPERT]
   return sizes
-
-
-def unknown_layer(cls: type) -> ValueError:
-  """The error for a layer type that nobody registered."""
-  names = [c.__name__ for c in _LAYERS]
-  near = _registry.did_you_mean(cls.__name__, names)
-  return ValueError(
-    f'Layer type {cls.__name__} is not registered{near or "."} Registered: {", ".join(names)}; '
-    'see peftlab.register_layer.'
-  )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _adapter, _kernel, _parts
+from peftlab import _adapter, _groups, _kernel, _packed, _parts, _specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,33 +34,62 @@ class Attached(nnx.Module):
     self.adapter = adapter
     self.label = Label(name)
     self.active = True
-    self.deterministic = True
     for slot, variable in arrays.items():
       setattr(self, slot, variable)
-    self.rng_key, self.rng_count = rng if rng else (None, None)
+    if rng is not None:
+      # What model.train() and model.eval() switch; as every nnx layer, it starts in training.
+      self.deterministic = False
+      self.rng_key, self.rng_count = rng
 
   @property
   def name(self) -> str:
     """The adapter's name."""
     return self.label.text
 
-  def values(self, dtype: Any) -> _adapter.Values:
-    """The slots' arrays in the dtype of the computation; no gradient reaches a frozen one."""
+  def slots(self) -> dict[str, _adapter.Slot]:
+    """The slots that this layer has: all but those of a bias it lacks."""
+    return {name: slot for name, slot in self.adapter.slots().items() if hasattr(self, name)}
+
+  def values(self, dtype: Any, sizes: Mapping[str, int]) -> _adapter.Values:
+    """The slots' arrays in the dtype of the computation; no gradient reaches a frozen one.
+
+    Of a shared array a kernel with sizes {'in': n, 'out': m} gets its own part.
+    """
     arrays = {}
-    for name in self.adapter.slots():
+    for name, slot in self.slots().items():
+      if slot.aside:
+        continue
       variable = getattr(self, name)
-      value = variable[...].astype(dtype)
+      value = variable[...]
+      if slot.shared:
+        value = part_of(value, _adapter.slot_shape(slot, self.adapter, sizes=sizes))
+      if jnp.issubdtype(value.dtype, jnp.inexact):
+        value = value.astype(dtype)
       frozen = isinstance(variable, _parts.AdapterConstant)
       arrays[name] = jax.lax.stop_gradient(value) if frozen else _kernel.tall(value)
     return _adapter.Values(arrays)
 
+  def change(self, view: _kernel.View, base: FrozenKernel) -> jax.Array:
+    """The layer's output without its bias as this adapter alone makes it, [tokens, out]."""
+    base.key = self.next_key()
+    values = self.values(base(base.inputs).dtype, base.sizes)
+    if view.groups is None:
+      return self.adapter.apply(base.inputs, base, values)
+    return apply_by_expert(self, base, values, view.groups)
+
   def next_key(self) -> jax.Array | None:
-    """A fresh key in training, None in eval."""
-    if self.deterministic or self.rng_key is None or self.rng_count is None:
+    """A fresh key in training, or one per expert; None in evaluation, or where nothing is drawn."""
+    if getattr(self, 'deterministic', True):
       return None
-    key = jax.random.fold_in(self.rng_key[...], self.rng_count[...])
+    fold = jax.random.fold_in if self.rng_key.ndim == 0 else jax.vmap(jax.random.fold_in)
+    key = fold(self.rng_key[...], self.rng_count[...])
     self.rng_count[...] += 1
     return key
+
+
+def part_of(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """The leading part of that shape."""
+  return array if array.shape == shape else array[tuple(slice(0, n) for n in shape)]
 
 
 RESERVED = ('adapter', 'label', 'active', 'deterministic', 'rng_key', 'rng_count', 'name', 'read')
@@ -75,12 +104,29 @@ class FrozenKernel:
     self.inputs = view.enter(self._dtype)
     self.key: jax.Array | None = None
 
+  @property
+  def sizes(self) -> dict[str, int]:
+    """{'in': n, 'out': m} of the kernel."""
+    return self._view.sizes
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """(in, out)."""
+    return self.sizes['in'], self.sizes['out']
+
+  def bias(self) -> jax.Array:
+    """The layer's bias [out]; zeros where it has none."""
+    return self._view.bias().astype(self._dtype)
+
   def __call__(self, x: Any) -> jax.Array:
     """x [..., in] -> [..., out]; for the layer's own input, what the layer itself computes."""
     if x is self.inputs:
       return self._bare
     if isinstance(x, _kernel.Lazy):
       return x @ self.weight()
+    held: Any = self._view.kernel.get_raw_value()
+    if isinstance(held, _packed.Packed):
+      return held.dot(x, _specs.use_specs(self._view.kernel))
     return _kernel.frozen_dot(x, self.weight())
 
   def weight(self) -> jax.Array:
@@ -92,8 +138,65 @@ class FrozenKernel:
     """x with dropout in training; a lookup has no input to drop from."""
     if self.key is None or isinstance(x, _kernel.Lazy):
       return x
-    keep = jax.random.bernoulli(self.key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+    return _dropped(x, rate, self.key)
+
+
+def _dropped(x: jax.Array, rate: float | jax.Array, key: jax.Array) -> jax.Array:
+  keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+  return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+
+@dataclasses.dataclass
+class _OneBlock:
+  """The `Base` of a block of rows of one expert, inside a vmap over the blocks."""
+
+  inputs: jax.Array
+  bare: jax.Array
+  key: jax.Array | None
+  group: jax.Array
+  whole: FrozenKernel
+  group_sizes: jax.Array
+  blocks: _groups.Blocks
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    return self.whole.shape
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    if x is self.inputs:
+      return self.bare
+    kernels = self.whole.weight()
+    return _groups.block_dot(x, kernels, self.group, self.group_sizes, self.blocks)
+
+  def weight(self) -> jax.Array:
+    return self.whole.weight()[self.group]
+
+  def bias(self) -> jax.Array:
+    return self.whole.bias()[self.group]
+
+  def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
+    return x if self.key is None else _dropped(x, rate, self.key)
+
+
+def apply_by_expert(
+  attached: Attached, base: FrozenKernel, values: _adapter.Values, group_sizes: jax.Array
+) -> jax.Array:
+  """`apply` on rows sorted by expert, each with the arrays of its own -> [rows, out]."""
+  blocks = _groups.Blocks.of(group_sizes, base.inputs.shape[0])
+  shared = {name for name, slot in attached.slots().items() if slot.shared}
+  own = {name: blocks.take(value) for name, value in values.items() if name not in shared}
+  keys = None
+  if base.key is not None:
+    index = jnp.arange(blocks.group.shape[0])
+    keys = jax.vmap(jax.random.fold_in)(blocks.take(base.key), index)
+
+  def one(x: Any, bare: Any, group: Any, key: Any, arrays: dict[str, Any]) -> jax.Array:
+    here = _OneBlock(x, bare, key, group, base, group_sizes, blocks)
+    both = {name: values[name] if name in shared else arrays[name] for name in values}
+    return attached.adapter.apply(x, here, _adapter.Values(both))
+
+  x, bare = blocks.enter(base.inputs), blocks.enter(base(base.inputs))
+  return blocks.leave(jax.vmap(one)(x, bare, blocks.group, keys, own))
 
 
 class AdaptedLayer(nnx.Module):
@@ -106,24 +209,23 @@ class AdaptedLayer(nnx.Module):
     active = [attached for attached in self.adapters if attached.active]
     if not active:
       return forward(inputs)
-    return apply_adapters(self, forward, inputs, active)
+    found = _kernel.layer_type(self)
+    assert found is not None
+    groups = args[0] if _kernel.EXPERT in found.layout(self).words else None
+    return apply_adapters(_kernel.View(self, forward, inputs, groups), active)
 
 
 def _call_without(layer: Any, inputs: Any, *, args: tuple, kwargs: dict) -> jax.Array:
   return super(AdaptedLayer, layer).__call__(inputs, *args, **kwargs)
 
 
-def apply_adapters(
-  layer: Any, forward: Callable[[Any], jax.Array], inputs: Any, active: list[Attached]
-) -> jax.Array:
+def apply_adapters(view: _kernel.View, active: list[Attached]) -> jax.Array:
   """The layer's output with the changes of its active adapters summed."""
-  view = _kernel.View(layer, forward, inputs)
   bare = view.bare()
   base = FrozenKernel(view, bare)
   y: jax.Array | None = None
   for attached in active:
-    base.key = attached.next_key()
-    changed = attached.adapter.apply(base.inputs, base, attached.values(bare.dtype))
+    changed = attached.change(view, base)
     y = changed if y is None else y + (changed - base(base.inputs))
   assert y is not None
   return view.leave(_kernel.keep(y.astype(bare.dtype)), bare)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
+import functools
 import math
 from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+
+from peftlab import _registry
 
 Tree = Any
 
@@ -65,8 +69,36 @@ def split(model: nnx.Module) -> Parts:
 
 
 def merge(parts: Parts) -> nnx.Module:
-  """The model of `parts`, with new Variables around the same arrays: inverse of `split`."""
+  """The model of `parts`, with new Variables around the same arrays: inverse of `split`.
+
+  Raises:
+    ValueError: not Parts, or a tree lacks an array of the graph or has another one.
+  """
+  if not isinstance(parts, Parts):
+    raise ValueError(f'merge takes Parts (see split), given {type(parts).__name__}.')
+  # nnx.merge goes by order alone: under a wrong name an array would land in another's place.
+  for name, expected in _paths(parts.graph).items():
+    given = getattr(parts, name)
+    given = set(flat(given)) if isinstance(given, Mapping) else {(f'<{type(given).__name__}>',)}
+    if given != expected:
+      raise ValueError(_mismatch(name, given, expected))
   return nnx.merge(parts.graph, parts.adapter, parts.base, parts.state)
+
+
+@functools.lru_cache(maxsize=1024)
+def _paths(graph: nnx.GraphDef) -> dict[str, frozenset[tuple]]:
+  """The paths of the arrays that belong to a graph, by tree."""
+  numbers = {i: i for i in range(graph.num_leaves or 0)}
+  parts = split(nnx.merge(graph, numbers))
+  return {n: frozenset(flat(getattr(parts, n))) for n in ('adapter', 'base', 'state')}
+
+
+def _mismatch(name: str, given: set[tuple], expected: frozenset[tuple]) -> str:
+  missing, extra = (sorted(map(path_name, x)) for x in (expected - given, given - expected))
+  near = _registry.did_you_mean(extra[0], missing) if extra else ''
+  said = [f'lacks {", ".join(missing[:6])}'] if missing else []
+  said += [f'has {", ".join(extra[:6])}, which the graph does not know'] if extra else []
+  return f'The {name} tree of these parts {" and ".join(said)}{near or "."}'
 
 
 def evaluation_parts(model: nnx.Module) -> Parts:

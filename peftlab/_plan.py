@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _adapter, _layer, _sites, _specs, _stack
+from peftlab import _adapter, _layer, _packed, _sites, _specs, _stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Plan:
   """What one site gets: the shape, dtype and sharding of every slot."""
 
   site: _sites.Site
+  adapter: _adapter.Adapter
   slots: dict[str, _adapter.Slot]
   shapes: dict[str, tuple[int, ...]]
   stacks: dict[str, tuple[int, ...]]
@@ -28,26 +29,111 @@ class Plan:
 
 
 def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str) -> Plan:
+  """What `site` gets from an adapter of that name.
+
+  Raises:
+    ValueError: the name is taken there, or a slot does not fit the kernel.
+  """
   if any(attached.name == name for attached in getattr(site.layer, 'adapters', ())):
     raise ValueError(f'{site.name} already has an adapter named {name!r}; detach it first.')
-  if not site.kind.linear and not adapter.embeddings:
+  if site.kind.norm and not adapter.norms:
+    raise ValueError(f'{type(adapter).__name__} does not work on the norm {site.name}.')
+  if not site.kind.linear and not site.kind.norm and not adapter.embeddings:
     raise ValueError(f'{type(adapter).__name__} does not work on the embedding {site.name}.')
-  slots = adapter.slots()
-  _check_slots(slots, adapter)
+  held = site.weight.get_raw_value()
+  for claim, meets in (
+    ('conv', site.kind.linear and site.layout.equation is None),
+    ('experts', site.experts),
+    ('quantized_base', isinstance(held, _packed.Packed)),
+  ):
+    if meets and not getattr(adapter, claim):
+      raise ValueError(f'{type(adapter).__name__} says {claim} = False, so not on {site.name}.')
+  if min(site.sizes.values()) < 1:
+    raise ValueError(
+      f'{site.name} has a kernel [in {site.sizes["in"]}, out {site.sizes["out"]}]; an adapter '
+      'needs at least 1 of each.'
+    )
+  _check_slots(adapter.slots(), adapter)
+  slots, own_shapes = _slots_at(site, adapter)
+  if not slots:
+    raise ValueError(f'{site.name} has no bias, and {type(adapter).__name__} adapts nothing else.')
   shapes, stacks, shardings, dropped = {}, {}, {}, []
   for slot_name, slot in slots.items():
-    own = _adapter.slot_shape(slot, adapter, sizes=site.sizes)
+    own = own_shapes[slot_name]
     stack = _stack.place_axes(site.stack, len(own))
     shapes[slot_name] = _stack.insert(own, stack, site.layers)
     stacks[slot_name] = stack
     shardings[slot_name], lost = _sharding(site, slot, own, stack)
     path = f'{site.name}.adapters.{name}.{slot_name}'
     dropped += [dataclasses.replace(d, path=path) for d in lost]
-  _check_apply(site, adapter, slots)
-  rank, full = getattr(adapter, 'rank', 0), min(site.sizes.values())
-  if isinstance(rank, int) and rank > full:
-    warnings.warn(f'{site.name}: rank {rank} is more than full rank, {full}.', stacklevel=3)
-  return Plan(site, slots, shapes, stacks, shardings, dropped)
+  _check_apply(site, adapter, {n: s for n, s in slots.items() if not s.aside})
+  return Plan(site, adapter, slots, shapes, stacks, shardings, dropped)
+
+
+def _slots_at(
+  site: _sites.Site, adapter: _adapter.Adapter
+) -> tuple[dict[str, _adapter.Slot], dict[str, tuple[int, ...]]]:
+  try:
+    return _adapter.slots_at(adapter, sizes=site.sizes, bias=site.bias is not None)
+  except ValueError as error:
+    raise ValueError(f'{str(error).rstrip(".")} (layer {site.name}).') from None
+
+
+def share(plans: Sequence[Plan], held: Mapping[tuple, tuple[int, ...]]) -> list[Plan]:
+  """The plans with one shape for every shared slot: the largest that a site needs.
+
+  Args:
+    plans: of all sites of one name.
+    held: {(adapter, slot): shape} of shared arrays that the model has under this name already.
+
+  Raises:
+    ValueError: a site needs more of a shared array than the model has of it.
+  """
+  needed = {key: [shape] for key, shape in held.items()}
+  for p in plans:
+    for name in shared(p.slots):
+      own = _adapter.slot_shape(p.slots[name], p.adapter, sizes=p.site.sizes)
+      needed.setdefault((p.adapter, name), []).append(own)
+  whole = {key: tuple(map(max, zip(*shapes, strict=True))) for key, shapes in needed.items()}
+  for (adapter, name), shape in held.items():
+    if whole[adapter, name] != shape:
+      raise ValueError(
+        f'The shared slot {name!r} of {type(adapter).__name__} has shape {shape} in this model, '
+        f'and these layers need {whole[adapter, name]}; attach to all layers at once.'
+      )
+  return [_shared(p, {n: whole[p.adapter, n] for n in shared(p.slots)}) for p in plans]
+
+
+def shared(slots: Mapping[str, _adapter.Slot]) -> list[str]:
+  """The names of the shared slots."""
+  return [name for name, slot in slots.items() if slot.shared]
+
+
+def _shared(p: Plan, shapes: dict[str, tuple[int, ...]]) -> Plan:
+  if not shapes:
+    return p
+  placed = jax.tree.leaves(p.site.weight.get_raw_value())[0].sharding
+  if isinstance(placed, NamedSharding):
+    placed = NamedSharding(placed.mesh, PartitionSpec())
+  return dataclasses.replace(
+    p,
+    shapes=p.shapes | shapes,
+    stacks=p.stacks | dict.fromkeys(shapes, ()),
+    shardings=p.shardings | dict.fromkeys(shapes, placed),
+    dropped=[d for d in p.dropped if d.path.rpartition('.')[2] not in shapes],
+  )
+
+
+def warn_of_ranks(plans: Sequence[Plan]) -> None:
+  """One warning per rank that names the layers whose full rank is below it."""
+  ranks = {p.site.name: getattr(p.adapter, 'rank', 0) for p in plans}
+  full = {p.site.name: min(p.site.sizes.values()) for p in plans}
+  for rank in sorted({r for r in ranks.values() if isinstance(r, int)}):
+    low = [f'{name} ({n})' for name, n in full.items() if ranks[name] == rank and rank > n]
+    if not low:
+      continue
+    shown = ', '.join(low[:6]) + (f' and {len(low) - 6} more' if len(low) > 6 else '')
+    warnings.warn(f'Rank {rank} is more than the full rank of {shown}.', stacklevel=3)
 
 
 def _check_slots(slots: Mapping[str, _adapter.Slot], adapter: _adapter.Adapter) -> None:
@@ -57,8 +143,12 @@ def _check_slots(slots: Mapping[str, _adapter.Slot], adapter: _adapter.Adapter) 
   for name, slot in slots.items():
     if not isinstance(slot, _adapter.Slot):
       raise ValueError(f'{kind}.slots()[{name!r}] must be a Slot, given {type(slot).__name__}.')
-    if slot.shared:
-      raise ValueError(f'{kind} shares slot {name!r}; shared slots are not there yet.')
+    if slot.shared and (slot.needs_weight or slot.of != 'weight' or slot.init is _adapter.together):
+      raise ValueError(f'{kind} shares slot {name!r}, so it cannot start from one kernel.')
+    if slot.aside and slot.trainable:
+      raise ValueError(f'{kind} keeps slot {name!r} aside, so it cannot be trainable.')
+    if slot.of not in ('weight', 'bias'):
+      raise ValueError(f"{kind} has a slot {name!r} of {slot.of!r}; expected 'weight' or 'bias'.")
     taken = name in _layer.RESERVED or hasattr(_layer.Attached, name) or hasattr(dict, name)
     if taken or not name.isidentifier():
       raise ValueError(f'{kind} cannot name a slot {name!r}; that word is taken.')
@@ -89,12 +179,13 @@ def _read_slots(
 
   def run(x: jax.Array, w: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
     values = _adapter.Values(arrays)
-    y = adapter.apply(x, _PlainBase(w), values)
+    y = adapter.apply(x, _adapter.PlainBase(w), values)
     read.update(values.read)
     return y
 
   spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-  arrays = {name: spec(shape) for name, shape in shapes}
+  dtypes = {name: slot.dtype for name, slot in adapter.slots().items()}
+  arrays = {n: spec(shape, dtype=_as_seen(dtypes[n])) for n, shape in shapes}
   y = jax.eval_shape(run, spec((3, ins)), spec((ins, outs)), arrays)
   if y.shape != (3, outs):
     raise ValueError(
@@ -104,27 +195,14 @@ def _read_slots(
   return read
 
 
-class _PlainBase:
-  """The `Base` of a kernel at hand."""
-
-  def __init__(self, w: jax.Array):
-    self._w = w
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return x @ self._w
-
-  def weight(self) -> jax.Array:
-    return self._w
-
-  def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
-    del rate
-    return x
+def _as_seen(dtype: Any) -> Any:
+  return jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def _sharding(
   site: _sites.Site, slot: _adapter.Slot, shape: tuple[int, ...], stack: tuple[int, ...]
 ) -> tuple[Any, list[_specs.Dropped]]:
-  placed = jax.tree.leaves(site.weight.get_raw_value())[0].sharding
+  placed = site.weight.get_raw_value().sharding
   if not isinstance(placed, NamedSharding):
     return placed, []
   mesh = placed.mesh
@@ -140,7 +218,9 @@ def _sharding(
     )
     for word in ('in', 'out')
   }
-  spec, dropped = _specs.factor_spec(slot.dims.split(), shape, kernel, mesh)
+  words = slot.dims.split()
+  kernel |= {w: kernel[w.partition('/')[0]] for w in words if w.startswith(('in/', 'out/'))}
+  spec, dropped = _specs.factor_spec(words, shape, kernel, mesh)
   entries = _stack.insert(tuple(spec), stack, tuple(full[i] for i in site.stack))
   whole = PartitionSpec(*entries)
   array = jax.ShapeDtypeStruct(_stack.insert(shape, stack, site.layers), slot.dtype)

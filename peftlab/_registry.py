@@ -15,7 +15,7 @@ T = TypeVar('T')
 
 def did_you_mean(given: str, choices: Iterable[str]) -> str:
   """`"; did you mean 'x'?"` for the choice nearest to `given`, or `''` where none is near."""
-  near = difflib.get_close_matches(given, list(choices), n=1, cutoff=0.5)
+  near = difflib.get_close_matches(str(given), list(choices), n=1, cutoff=0.5)
   return f"; did you mean '{near[0]}'?" if near else ''
 
 

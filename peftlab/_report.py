@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from peftlab import _adapter, _parts, _plan, _sites, _specs
+from peftlab import _parts, _plan, _sites, _specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Row:
     kernel: (in, out).
     spec: of the weight, as text.
     slots: {slot: shape with stack axes}.
-    parameters: trainable numbers, over all layers.
+    parameters: trainable numbers of its own, over all layers.
   """
 
   path: str
@@ -63,7 +63,7 @@ class Report:
     cls,
     every: Sequence[_sites.Site],
     plans: Sequence[_plan.Plan],
-    adapter: _adapter.Adapter,
+    adapter: Any,
     name: str,
   ) -> Report:
     """The report of some plans on a model with the sites `every`."""
@@ -76,10 +76,11 @@ class Report:
       adapter=adapter,
       rows=rows,
       missed=tuple(s.name for s in linear if s.name not in chosen),
-      trainable=sum(row.parameters for row in rows),
+      trainable=sum(row.parameters for row in rows) + _shared(plans, trainable=True),
       total=total,
       coverage=sum(_weights(s) for s in linear if s.name in chosen) / total if total else 0.0,
-      nbytes=sum(_slot_bytes(p, n) for p in plans for n in p.slots),
+      nbytes=sum(_slot_bytes(p, n) for p in plans for n, s in p.slots.items() if not s.shared)
+      + _shared(plans),
       dropped=tuple(d for p in plans for d in p.dropped),
     )
 
@@ -122,6 +123,14 @@ def _slot_bytes(plan: _plan.Plan, name: str) -> int:
   return math.prod(plan.shapes[name]) * _parts.bits(plan.slots[name].dtype) // 8
 
 
+def _shared(plans: Sequence[_plan.Plan], *, trainable: bool = False) -> int:
+  """Bytes of the shared slots, each once; or how many numbers of them are trained."""
+  once = {(p.adapter, n): p for p in plans for n in _plan.shared(p.slots)}
+  if not trainable:
+    return sum(_slot_bytes(p, n) for (_, n), p in once.items())
+  return sum(math.prod(p.shapes[n]) for (_, n), p in once.items() if p.slots[n].trainable)
+
+
 def _row(plan: _plan.Plan) -> Row:
   site = plan.site
   placed = getattr(jax.tree.leaves(site.weight.get_raw_value())[0], 'sharding', None)
@@ -132,5 +141,7 @@ def _row(plan: _plan.Plan) -> Row:
     kernel=(site.sizes['in'], site.sizes['out']),
     spec=spec,
     slots=dict(plan.shapes),
-    parameters=sum(math.prod(plan.shapes[n]) for n, s in plan.slots.items() if s.trainable),
+    parameters=sum(
+      math.prod(plan.shapes[n]) for n, s in plan.slots.items() if s.trainable and not s.shared
+    ),
   )

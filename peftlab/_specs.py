@@ -13,7 +13,7 @@ from flax import nnx
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from peftlab import _parts, _registry
+from peftlab import _packed, _parts, _registry
 
 P = PartitionSpec
 Axes = Sequence[str | None]
@@ -24,7 +24,7 @@ MESH_AXES = ('data', 'fsdp', 'tensor', 'stage', 'expert')
 # Several rules for one name are tried in order: the first whose mesh axes are free is taken.
 DEFAULT_RULES: Rules = (
   ('batch', ('data', 'fsdp')),
-  ('layers', ()),
+  ('layers', ('stage',)),
   ('embed', ('fsdp',)),
   ('q_heads', ('tensor',)),
   ('kv_heads', ('tensor',)),
@@ -209,19 +209,51 @@ def shardings(
   for path, leaf in nnx.iter_graph(model):
     if not isinstance(leaf, (nnx.Variable, jax.Array, jax.ShapeDtypeStruct)):
       continue
-    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    value: Any = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
     name = _parts.path_name(path)
 
-    def sharding(array: Any, leaf: Any = leaf, name: str = name) -> NamedSharding:
-      shape = array.shape
-      axes = axes_of(leaf, shape, name) if isinstance(leaf, nnx.Variable) else None
+    def sharding(array: Any, axes: Axes | None, name: str = name) -> NamedSharding:
       wanted = spec_for(axes or (), mesh, rules)
-      spec, dropped = fit_spec(shape, wanted, mesh)
+      spec, dropped = fit_spec(array.shape, wanted, mesh)
       report.extend(priced(dropped, name, array, spec, mesh))
       return NamedSharding(mesh, spec)
 
-    placed[path] = jax.tree.map(sharding, value)
+    placed[path] = jax.tree.map(sharding, value, _leaf_axes(leaf, value, name))
   return placed, report
+
+
+def _leaf_axes(leaf: Any, value: Any, path: str) -> Any:
+  """A tree like `value` with the logical axes of each array in it, or None."""
+  if not isinstance(leaf, nnx.Variable):
+    return jax.tree.map(lambda _: None, value)
+  if isinstance(value, _packed.Packed):
+    axes = axes_of(leaf, value.shape, path)
+    return jax.tree.map(lambda _: None, value) if axes is None else value.leaf_axes(tuple(axes))
+  return jax.tree.map(lambda array: axes_of(leaf, array.shape, path), value)
+
+
+def use_specs(variable: nnx.Variable, rules: Rules | None = None) -> Any:
+  """Where the arrays of a packed weight are gathered to before they are read; None: as they lie.
+
+  The specs of their logical axes without the mesh axes that shard the batch: FSDP then gathers
+  codes, where XLA by itself would gather the decoded kernel.
+  """
+  value: Any = variable.get_raw_value()
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or len(mesh.explicit_axes) or not isinstance(value, _packed.Packed):
+    return None
+  axes = axes_of(variable, value.shape)
+  if axes is None:
+    return None
+  rules = current_rules() if rules is None else rules
+  away = {a for name, want in rules if name == 'batch' for a in want} | set(mesh.manual_axes)
+
+  def spec(array: Any, axes: Axes) -> PartitionSpec:
+    whole = spec_for(axes, mesh, rules)
+    kept = P(*(_entry([a for a in entry_axes(e) if a not in away]) for e in whole))
+    return fit_spec(array.shape, kept, mesh)[0]
+
+  return jax.tree.map(spec, value, value.leaf_axes(tuple(axes)))
 
 
 def priced(

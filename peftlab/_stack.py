@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peftlab import _parts, _specs
 
 STACK_WORDS = ('layers', 'layer', 'stack', 'blocks', 'stages', 'repeats')
 NAMED_DIMENSIONS = ('axes', 'out_sharding')
+LAYER_ORDER = 'layer_order'  # attribute of a stack whose layers are not in their order
+
+
+def root_key(rngs: nnx.Rngs | jax.Array | int) -> jax.Array:
+  """The key that a seed, a key, or one draw of nnx.Rngs gives.
+
+  Raises:
+    ValueError: something else, or a seed that does not fit 32 bits (jax would take another).
+  """
+  if isinstance(rngs, nnx.Rngs):
+    return rngs.params()
+  if isinstance(rngs, (int, np.integer)) and not isinstance(rngs, bool):
+    if not 0 <= rngs < 2**32:
+      raise ValueError(f'The seed {rngs} must be at least 0 and below 2**32.')
+    return jax.random.key(np.uint32(rngs))
+  if isinstance(rngs, jax.Array) and jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
+    return rngs
+  raise ValueError(f'rngs must be a seed, a jax.random.key or nnx.Rngs, given {rngs!r}.')
 
 
 def stack(
@@ -37,9 +57,8 @@ def stack(
   """
   if length < 0:
     raise ValueError(f'A stack cannot have {length} layers.')
-  key = rngs.params() if isinstance(rngs, nnx.Rngs) else rngs
-  key = jax.random.key(key) if isinstance(key, int) else key
-  parts = jax.vmap(lambda k: _parts.split(make_layer(nnx.Rngs(k))))(jax.random.split(key, length))
+  keys = jax.random.split(root_key(rngs), length)
+  parts = jax.vmap(lambda k: _parts.split(make_layer(nnx.Rngs(k))))(keys)
   return _parts.merge(move_in(parts, axis=axis, name=name))
 
 
@@ -171,11 +190,23 @@ class Stacked:
     length: the number of layers.
     axes: {'adapter' | 'base' | 'state': {path: layer axis, or None: one array for all layers}}.
     graph: of one layer, its metadata without the layer axis.
+    order: the number of the layer at each place of the layer axis (see `layer_order`).
   """
 
   length: int
   axes: dict[str, dict[tuple, int | None]]
   graph: nnx.GraphDef
+  order: tuple[int, ...]
+
+  @property
+  def places(self) -> list[int]:
+    """Where each layer is, in layer order."""
+    return [self.order.index(n) for n in range(self.length)]
+
+  @property
+  def in_order(self) -> bool:
+    """Whether layer i is at place i and there is no other place."""
+    return self.order == tuple(range(self.length))
 
 
 def stacked(layers: _parts.Parts, axis: int) -> Stacked:
@@ -205,8 +236,38 @@ def stacked(layers: _parts.Parts, axis: int) -> Stacked:
       for leaf in jax.tree.leaves(value):
         lengths.setdefault(leaf.shape[found], _parts.path_name(path))
       if path in held:
-        remove_axis(held[path], found, rank)
+        remove_axis(held[path], found, getattr(value, 'ndim', rank))
   if len(lengths) != 1:
     shown = ', '.join(f'{name} has {n}' for n, name in lengths.items()) or 'it has no array'
     raise ValueError(f'The layers of a stack must be equally many: {shown}.')
-  return Stacked(next(iter(lengths)), axes, _parts.split(model).graph)
+  order = layer_order(model, next(iter(lengths)))
+  return Stacked(sum(n >= 0 for n in order), axes, _parts.split(model).graph, order)
+
+
+def layer_order(layers: nnx.Module, places: int) -> tuple[int, ...]:
+  """The number of the layer at each place of a stack's layer axis; -1 where there is none.
+
+  Layer i is at place i, but where an applier laid the stack out anew: its `layer_order` says how.
+
+  Raises:
+    ValueError: it says so of another number of places.
+  """
+  order = getattr(layers, LAYER_ORDER, None)
+  if order is None:
+    return tuple(range(places))
+  if len(order) != places:
+    raise ValueError(
+      f'A stack laid out as {len(order)} places has arrays with {places}; lay it out again.'
+    )
+  return order
+
+
+def order_at(model: nnx.Module, path: tuple) -> tuple[int, ...] | None:
+  """The `layer_order` of the outermost stack around the module at `path`; None: there is none."""
+  node: Any = model
+  for key in (*path, None):
+    if getattr(node, LAYER_ORDER, None) is not None:
+      return getattr(node, LAYER_ORDER)
+    if key is not None:
+      node = node[key] if isinstance(key, int) else getattr(node, key)
+  return None

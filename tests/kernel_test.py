@@ -114,6 +114,69 @@ def test_a_custom_layer_is_registered_in_one_line(own_layers):
   np.testing.assert_allclose(peftlab.merge(parts)(x), expected, rtol=1e-5, atol=1e-6)
 
 
+class Odd(nnx.Module):
+  """A layer of 4 x 4, so that a wrong layout fits, that can do more than multiply."""
+
+  def __init__(self, kind):
+    keys = jax.random.split(jax.random.key(0))
+    self.w = nnx.Param(jax.random.normal(keys[0], (4, 4)))
+    self.b = nnx.Param(jnp.zeros(4))
+    self.kind = kind
+
+  def __call__(self, x):
+    y = x @ (self.w[...].T if self.kind == 'transposed' else self.w[...])
+    b = self.b[...].reshape((1,) * (x.ndim - 1) + (4,))
+    y = y + (2 * b if self.kind == 'bias twice' else b)
+    return jnp.tanh(y) if self.kind == 'tanh' else y
+
+
+# what -> (kind of layer, how it is registered, what it does not do, or None: all is well)
+REGISTRATIONS = {
+  'right': ('', dict(layout='in out', weight='w', bias='b'), None),
+  'right, transposed': ('transposed', dict(layout='out in', weight='w', bias='b'), None),
+  'wrong layout': ('', dict(layout='out in', weight='w', bias='b'), 'without its bias'),
+  'a bias that is not told': ('', dict(layout='in out', weight='w', bias=None), 'without its bias'),
+  'a bias of another name': ('', dict(layout='in out', weight='w'), 'without its bias'),
+  'a bias added twice': ('bias twice', dict(layout='in out', weight='w', bias='b'), 'in all'),
+  'tanh behind it': ('tanh', dict(layout='in out', weight='w', bias='b'), 'without its bias'),
+}
+
+
+@pytest.mark.parametrize('stacked', (False, True))
+@pytest.mark.parametrize('case', REGISTRATIONS)
+def test_a_layer_that_is_not_what_its_registration_says_is_refused(case, stacked, own_layers):
+  del own_layers
+  kind, registration, fault = REGISTRATIONS[case]
+  peftlab.register_layer(Odd, **registration)
+  model = peftlab.stack(lambda rngs: Odd(kind), 3, rngs=0, axis=1) if stacked else Odd(kind)
+  if fault is None:
+    assert peftlab.attach(model, LoRA(rank=2))[1].trainable == (3 if stacked else 1) * 2 * (4 + 4)
+    return
+  with pytest.raises(ValueError, match=f'^Odd of type Odd is registered .* but {fault} it does'):
+    peftlab.attach(model, LoRA(rank=2))
+
+
+def test_a_layer_that_takes_more_than_its_input_says_how_to_register_it(own_layers):
+  class Sized(Odd):
+    def __call__(self, x, size):
+      del size
+      return super().__call__(x)
+
+  del own_layers
+  peftlab.register_layer(Sized, weight='w', bias='b')
+  with pytest.raises(ValueError, match=r'called with \(x, size\).* register it with check=False'):
+    peftlab.attach(Sized(''), LoRA(rank=2))
+  peftlab.register_layer(Sized, weight='w', bias='b', check=False)
+  assert peftlab.attach(Sized(''), LoRA(rank=2))[1].coverage == 1
+
+
+def test_a_weight_that_a_layer_lacks_is_named(own_layers):
+  del own_layers
+  peftlab.register_layer(Odd, weight='kernel')
+  with pytest.raises(ValueError, match=r"^Odd has no weight 'kernel'; .*Variables: b, w\."):
+    peftlab.attach(Odd(''), LoRA(rank=2))
+
+
 def test_a_subclass_is_adapted_like_its_parent():
   class Named(nnx.Linear):
     pass
@@ -163,11 +226,3 @@ def test_where_the_kernel_is_frozen_its_input_is_not_kept():
   _, backward = jax.vjp(_kernel.frozen_dot, x, w)
   kept = [leaf.shape for leaf in jax.tree.leaves(backward) if hasattr(leaf, 'shape')]
   assert x.shape in kept, 'the test would not see it'
-
-
-def test_an_unregistered_layer_is_told_with_the_nearest():
-  class Liner(nnx.Module):
-    pass
-
-  error = _kernel.unknown_layer(Liner)
-  assert str(error).startswith("Layer type Liner is not registered; did you mean 'Linear'?")

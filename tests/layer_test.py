@@ -145,17 +145,26 @@ def test_no_gradient_reaches_a_constant():
   assert float(jnp.max(jnp.abs(gradient['a']))) > 0
 
 
-def test_train_and_eval_switch_dropout():
+def test_dropout_starts_in_training_as_every_nnx_layer_and_eval_switches_it_off():
   model = peftlab.merge(_randomized(nnx.Linear(6, 10, rngs=rngs()), dropout=0.5))
   x = jnp.ones((4, 6))
+  first, second = model(x), model(x)
+  model.eval()
   still = model(x)
   np.testing.assert_array_equal(model(x), still)
   model.train()
-  first, second = model(x), model(x)
+  assert not np.array_equal(model(x), still)
   assert not np.array_equal(first, second)
   assert not np.array_equal(first, still)
   model.eval()
   np.testing.assert_array_equal(model(x), still)
+
+
+def test_an_adapter_that_draws_nothing_has_one_graph_in_training_and_evaluation():
+  model = peftlab.merge(_randomized(nnx.Linear(6, 10, rngs=rngs())))
+  graph = peftlab.split(model).graph
+  model.eval()
+  assert peftlab.split(model).graph == graph
 
 
 def test_the_same_rng_state_draws_the_same_dropout():

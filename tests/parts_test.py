@@ -77,6 +77,41 @@ def test_merge_is_the_inverse_of_split():
   assert back.again is back.linear.kernel, 'a Variable held twice became two'
 
 
+# what -> (a change of the base {'kernel': ..., 'bias': ...}, the message)
+WRONG_TREES = {
+  'a misspelt key': (
+    lambda base: {'kernel': base['kernel'], 'bais': base['bias']},
+    r"lacks bias and has bais, which the graph does not know; did you mean 'bias'\?",
+  ),
+  'a missing key': (
+    lambda base: {'kernel': base['kernel']},
+    r'lacks bias\.',
+  ),
+  'one key too many': (
+    lambda base: base | {'other': base['bias']},
+    r'has other, which the graph does not know\.',
+  ),
+  'no tree': (
+    lambda base: None,
+    r'lacks bias, kernel and has <NoneType>, which the graph does not know\.',
+  ),
+}
+
+
+@pytest.mark.parametrize('case', WRONG_TREES)
+def test_merge_takes_the_arrays_of_its_graph_only(case):
+  """nnx.merge itself goes by the order of the names, so another name is another array's place."""
+  change, message = WRONG_TREES[case]
+  parts = peftlab.split(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+  with pytest.raises(ValueError, match=f'^The base tree of these parts {message}$'):
+    peftlab.merge(parts.replace(base=change(parts.base)))
+
+
+def test_merge_takes_parts():
+  with pytest.raises(ValueError, match=r'^merge takes Parts \(see split\), given Linear\.$'):
+    peftlab.merge(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+
+
 def test_a_merged_model_has_variables_of_its_own():
   model = Everything()
   back = peftlab.merge(peftlab.split(model))
