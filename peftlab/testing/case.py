@@ -31,10 +31,14 @@ class Case:
 
   Attributes:
     adapter: the instance.
+    thorough: False: one mesh, one other applier and two layer types stand for all of them, in less
+      than half the time.
   """
 
-  def __init__(self, adapter: _adapter.Adapter | type):
+  def __init__(self, adapter: _adapter.Adapter | type, *, thorough: bool = True):
     self.adapter = sized(adapter)
+    self.thorough = thorough
+    self.programs: dict[Any, Any] = {}
 
   @functools.cached_property
   def attached(self) -> tuple[nnx.Module, Any]:
@@ -61,11 +65,20 @@ class Case:
     """ListModel with a fresh adapter of the seed of `fresh`."""
     return _attach.attach(list_model(), self.adapter, rngs=0)[0]
 
+  def is_shared(self, path: tuple) -> bool:
+    """Whether the array at a path belongs to the whole model."""
+    return self.adapter.slots()[path[-1]].shared
+
   @functools.cached_property
   def results(self) -> tuple[jax.Array, Any, Any]:
     """(outputs, loss, gradients) of `random` under scan."""
     y, loss, gradients = outputs_and_gradients(self.random, stack_input())
     return y, loss, gradients
+
+  @functools.cached_property
+  def first_results(self) -> tuple[jax.Array, Any, Any]:
+    """Likewise of `fresh`."""
+    return outputs_and_gradients(self.fresh, stack_input())
 
   @functools.cached_property
   def trained(self) -> _parts.Parts:
@@ -79,7 +92,9 @@ class Case:
 
 
 def sized(adapter: _adapter.Adapter | type) -> _adapter.Adapter:
-  """An instance for tiny models: a type gets its defaults, but rank 2 where it has a rank.
+  """An instance for tiny models: a type gets its defaults and `small`, but rank 2 where it has one.
+
+  What must divide a kernel's sizes becomes 2.
 
   Raises:
     ValueError: the type has a field without default, or refuses its defaults.
@@ -92,11 +107,18 @@ def sized(adapter: _adapter.Adapter | type) -> _adapter.Adapter:
       f'{adapter.__name__} has fields without a default: {", ".join(empty)}; give an instance.'
     )
   fields = {f.name: f.default for f in dataclasses.fields(adapter)}
-  small = {'rank': 2} if isinstance(fields.get('rank'), int) else {}
+  small = dict(adapter.small) | ({'rank': 2} if isinstance(fields.get('rank'), int) else {})
   try:
-    return adapter(**small)
+    made = adapter(**small)
+    parts = {word.partition('/')[2] for word in _adapter.divided(made)}
+    return dataclasses.replace(made, **{name: 2 for name in parts if name in fields})
   except Exception as error:
     raise ValueError(f'{adapter.__name__} cannot be made with its defaults: {error}') from error
+
+
+def times(adapter: _adapter.Adapter) -> int:
+  """What the widths of odd models are multiplied by: 2 where something must divide them."""
+  return 2 if _adapter.divided(adapter) else 1
 
 
 def _without_default(field: dataclasses.Field) -> bool:
@@ -119,9 +141,9 @@ def list_model() -> nnx.Module:
 
 
 @functools.cache
-def zoo_model() -> nnx.Module:
+def zoo_model(times: int = 1) -> nnx.Module:
   """The ZooModel without adapters, likewise."""
-  return models.ZooModel()
+  return models.ZooModel(times)
 
 
 @functools.cache
@@ -162,7 +184,8 @@ def outputs_and_gradients(parts: _parts.Parts, x: jax.Array) -> tuple[jax.Array,
 
 @functools.partial(jax.jit, static_argnames='steps')
 def _train(adapter: Any, parts: _parts.Parts, x: jax.Array, steps: int) -> Any:
-  for _ in range(steps):
+  def step(index: Any, adapter: Any) -> Any:
+    del index
     inexact, rest = partition(adapter)
 
     def loss(some: Any, rest: Any = rest) -> Any:
@@ -174,8 +197,9 @@ def _train(adapter: Any, parts: _parts.Parts, x: jax.Array, steps: int) -> Any:
     def move(a: jax.Array, g: jax.Array, size: jax.Array = size) -> jax.Array:
       return a - (size * g).astype(a.dtype)
 
-    adapter = combine(jax.tree.map(move, inexact, gradients), rest)
-  return adapter
+    return combine(jax.tree.map(move, inexact, gradients), rest)
+
+  return jax.lax.fori_loop(0, steps, step, adapter)
 
 
 def train(parts: _parts.Parts, x: jax.Array, *, steps: int) -> _parts.Parts:

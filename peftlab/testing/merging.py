@@ -7,13 +7,14 @@ from peftlab.testing import probe
 
 
 def fuse_equals_apply(case: cases.Case) -> None:
-  """x @ fuse(w, p) equals apply(x, base, p), or the type says mergeable = False."""
+  """x @ fuse(w, p) + fuse_bias(b, p) equals apply(x, base, p) + b, or mergeable = False is said."""
   if not case.adapter.mergeable:
     raise cases.NotApplicable('mergeable is False')
   for random in (False, True):
     kernel = probe.probe(case.adapter, random=random)
     values = 'random' if random else 'first'
-    merged, unmerged = kernel.x @ kernel.fuse(), kernel.apply()
+    merged = kernel.x @ kernel.fuse() + kernel.fuse_bias()
+    unmerged = kernel.apply() + kernel.bias
     cases.assert_close(merged, unmerged, f'x @ fuse(w) against apply, with {values} values')
 
 

@@ -79,14 +79,16 @@ class ZooModel(nnx.Module):
 
   vocab = 11
 
-  def __init__(self, *, seed: int = 0):
+  def __init__(self, times: int = 1, *, seed: int = 0):
+    """Every width is multiplied by `times`."""
     options = dict(rngs=nnx.Rngs(seed), bias_init=nnx.initializers.normal(0.5))
-    self.embed = nnx.Embed(self.vocab, 15, rngs=options['rngs'])
-    self.conv = nnx.Conv(15, 9, kernel_size=(3,), **options)
-    self.linear = nnx.Linear(9, 21, **options)
-    self.general = nnx.LinearGeneral(21, (3, 5), **options)
-    self.einsum = nnx.Einsum('...hd,hde->...e', (3, 5, 15), (15,), **options)
-    self.head = nnx.Linear(15, 7, **options)
+    n = times
+    self.embed = nnx.Embed(self.vocab * n, 15 * n, rngs=options['rngs'])
+    self.conv = nnx.Conv(15 * n, 9 * n, kernel_size=(3,), **options)
+    self.linear = nnx.Linear(9 * n, 21 * n, **options)
+    self.general = nnx.LinearGeneral(21 * n, (3, 5 * n), **options)
+    self.einsum = nnx.Einsum('...hd,hde->...e', (3, 5 * n, 15 * n), (15 * n,), **options)
+    self.head = nnx.Linear(15 * n, 7 * n, **options)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Tokens [batch, length] int -> [batch, length, 7]."""

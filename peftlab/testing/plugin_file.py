@@ -9,6 +9,7 @@ import traceback
 import types
 
 from peftlab import _adapter, _registry
+from peftlab.formats import files
 
 
 def load_plugin(file: str) -> dict[str, type[_adapter.Adapter]]:
@@ -22,8 +23,7 @@ def load_plugin(file: str) -> dict[str, type[_adapter.Adapter]]:
   """
   path = pathlib.Path(file)
   if path.suffix != '.py' or not path.is_file():
-    beside = [str(found) for found in path.parent.glob('*.py')] if path.parent.is_dir() else []
-    near = _registry.did_you_mean(file, beside)
+    near = files.near_path(path, suffixes=('.py',))
     raise ValueError(f"No Python file '{file}'{near or '.'}")
   before = {name: _registry.adapters.get(name) for name in _registry.adapters.names()}
   module = _imported(path) or _load(path)

@@ -12,6 +12,7 @@ import jax
 from peftlab import _adapter, _registry
 from peftlab.testing import case as cases
 from peftlab.testing import (
+  claims,
   contract,
   files,
   identity,
@@ -23,7 +24,18 @@ from peftlab.testing import (
   training,
 )
 
-GROUPS = (contract, identity, layouts, merging, training, several, targets, sharded, files)
+GROUPS = (
+  contract,
+  identity,
+  layouts,
+  merging,
+  training,
+  several,
+  targets,
+  claims,
+  sharded,
+  files,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +116,12 @@ def check(claim: Property, case: cases.Case) -> Result:
   return Result(claim, status, ' '.join(reason.split()), time.perf_counter() - start)
 
 
-def results(adapter: _adapter.Adapter | type, *, only: Iterable[str] = ()) -> Iterator[Result]:
+def results(
+  adapter: _adapter.Adapter | type, *, only: Iterable[str] = (), thorough: bool = True
+) -> Iterator[Result]:
   """Like `check_adapter`, one result at a time."""
   chosen = select(only)
-  case = cases.Case(adapter)
+  case = cases.Case(adapter, thorough=thorough)
   for claim in chosen:
     yield check(claim, case)
 

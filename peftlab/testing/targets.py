@@ -22,10 +22,10 @@ INPUTS = {
 }
 
 
-def _rows(name: str, x: jax.Array) -> jax.Array:
+def _rows(name: str, x: jax.Array, ins: int) -> jax.Array:
   """A layer's input as [tokens, in], so that the layer is a matmul."""
   if name == 'embed':
-    return jax.nn.one_hot(x.reshape(-1), models.ZooModel.vocab)
+    return jax.nn.one_hot(x.reshape(-1), ins)
   if name == 'conv':
     padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
     windows = jnp.stack([padded[:, i : i + x.shape[1]] for i in range(3)], axis=2)
@@ -33,9 +33,13 @@ def _rows(name: str, x: jax.Array) -> jax.Array:
   return x.reshape(x.shape[0], -1)
 
 
-def _inputs(names: tuple[str, ...]) -> dict[str, jax.Array]:
+def _inputs(names: tuple[str, ...], times: int) -> dict[str, jax.Array]:
   key = jax.random.key(5)
-  found = {n: jax.random.normal(key, INPUTS[n]) for n in names if n != 'embed'}
+  found = {
+    n: jax.random.normal(key, (*INPUTS[n][:-1], INPUTS[n][-1] * times))
+    for n in names
+    if n != 'embed'
+  }
   if 'embed' in names:
     found['embed'] = jax.random.randint(key, (2, 4), 0, models.ZooModel.vocab)
   return found
@@ -54,27 +58,30 @@ def _both(
     assert kind is not None
     words = kind.layout(layer).words
     matrix = _kernel.as_matrix(getattr(layer, kind.weight)[...], words)
-    values = layer.adapters[0].values(jnp.float32)
-    y = adapter.apply(_rows(name, x), probe.PlainBase(matrix), values)
-    bias = layer.bias[...].reshape(1, -1) if kind.bias else jnp.zeros((1, 1))
+    values = layer.adapters[0].values(jnp.float32, {'in': matrix.shape[0], 'out': matrix.shape[1]})
+    bias = layer.bias[...].reshape(-1) if kind.bias else jnp.zeros(matrix.shape[1:])
+    y = adapter.apply(_rows(name, x, matrix.shape[0]), probe.PlainBase(matrix, bias), values)
     found[name] = (layer(x).reshape(y.shape), y + bias)
   return found
 
 
 def works_on_every_layer_type(case: cases.Case) -> None:
   """Linear, LinearGeneral, Einsum, Conv of odd widths: as apply on the layer as a matmul."""
-  model, report = _attach.attach(cases.zoo_model(), case.adapter, where=LAYERS)
-  assert sorted(row.path for row in report.rows) == sorted(LAYERS), f'adapted {report.rows}'
+  times = cases.times(case.adapter)
+  layers = LAYERS if case.thorough else ('conv', 'einsum')
+  model, report = _attach.attach(cases.zoo_model(times), case.adapter, where=layers)
+  assert sorted(row.path for row in report.rows) == sorted(layers), f'adapted {report.rows}'
   parts = cases.randomized(_parts.split(model))
-  for name, (got, expected) in _both(parts, _inputs(LAYERS), case.adapter).items():
+  for name, (got, expected) in _both(parts, _inputs(layers, times), case.adapter).items():
     cases.assert_close(got, expected, f'{name} against apply on its matrix')
 
 
 def embeddings_as_claimed(case: cases.Case) -> None:
   """On an embedding apply works as on one-hot rows, or embeddings = False and it is refused."""
+  times = cases.times(case.adapter)
 
   def attach() -> tuple[nnx.Module, object]:
-    return _attach.attach(cases.zoo_model(), case.adapter, where='embed')
+    return _attach.attach(cases.zoo_model(times), case.adapter, where='embed')
 
   if not case.adapter.embeddings:
     try:
@@ -84,7 +91,7 @@ def embeddings_as_claimed(case: cases.Case) -> None:
     raise AssertionError('embeddings is False, but it was attached to one')
   parts = cases.randomized(_parts.split(attach()[0]))
   try:
-    got, expected = _both(parts, _inputs(('embed',)), case.adapter)['embed']
+    got, expected = _both(parts, _inputs(('embed',), times), case.adapter)['embed']
   except (TypeError, ValueError) as error:
     raise AssertionError(
       f'on an embedding x can only be used as `x @ m`, `x * v`, `x + v`, base(x) and '

@@ -84,6 +84,7 @@ def test_dropout_drops_and_rescales_the_input_of_a():
   p = model.adapters[0]
   p.a[...], p.b[...] = jnp.eye(64), jnp.eye(64)
   x = jnp.ones((200, 64))
+  model.eval()
   off = model(x) - x @ model.kernel[...]
   np.testing.assert_allclose(off, 1, rtol=1e-4)
   model.train()

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from peftlab import _attach, _parts, _registry, _specs, testing
-from peftlab.formats import adapter_folder
-from peftlab.testing import sharded
+from peftlab import _adapter, _attach, _parts, _registry, _specs, quant, testing
+from peftlab.formats import adapter_values
+from peftlab.testing import claims, sharded
 from tests.testing import broken_plugins
 
 HONEST = pathlib.Path(__file__).with_name('honest_plugins.py')
@@ -137,10 +137,35 @@ def place_another_model(monkeypatch, case):
 @breaks('comes_back_from_disk')
 def load_zeros(monkeypatch, case):
   del case
-  stacked = adapter_folder._stacked
+  stacked = adapter_values._stacked
   monkeypatch.setattr(
-    adapter_folder, '_stacked', lambda *args: jax.tree.map(jnp.zeros_like, stacked(*args))
+    adapter_values, '_stacked', lambda *args: jax.tree.map(jnp.zeros_like, stacked(*args))
   )
+
+
+@breaks('divides_as_claimed')
+def name_a_quotient_that_is_not_there(monkeypatch, case):
+  del case
+  monkeypatch.setattr(_adapter, 'divided', lambda adapter: ('in/rank',))
+
+
+@breaks('rows_can_differ_as_claimed')
+def add_one_where_rows_are_mapped(monkeypatch, case):
+  del case
+  vmap = jax.vmap
+  monkeypatch.setattr(jax, 'vmap', lambda f, *args, **kwargs: vmap(lambda *x: f(*x) + 1))
+
+
+@breaks('experts_as_claimed')
+def expect_nothing_of_an_expert(monkeypatch, case):
+  del case
+  monkeypatch.setattr(claims, '_one_expert', lambda case, layer, expert, x: 0 * x)
+
+
+@breaks('quantized_as_claimed')
+def give_the_numbers_from_before(monkeypatch, case):
+  del case
+  monkeypatch.setattr(quant, 'dequantize', lambda coded: claims._Layer((16, 16)))
 
 
 @pytest.mark.parametrize('name', SABOTAGE)

@@ -1,0 +1,75 @@
+"""LoKr: a Kronecker product of two small matrices (Edalati et al. 2022, arXiv:2212.10650)."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+import peftlab
+from peftlab import initial
+
+
+def factors_of(size: int, at_most: int = 0) -> tuple[int, int]:
+  """(small, large) with small x large = size, nearest to its root, or small at most `at_most`."""
+  root = min(at_most, math.isqrt(size)) if at_most else math.isqrt(size)
+  small = next(n for n in range(root, 0, -1) if size % n == 0)
+  return small, size // small
+
+
+@peftlab.register_adapter('lokr')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoKr(peftlab.Adapter):
+  """y = x (W + s P x Q), P [m, l], Q [n, k], in = m n, out = l k, s = alpha / rank.
+
+  arXiv:2309.14859. Trainable: m l + n k; a matrix is made of rank-r factors, r (n + k), where r is
+  below half of its longer side (P only with `both`).
+
+  Attributes:
+    rank: see above; with no factors it is only in s.
+    alpha: see s.
+    both: whether P may be made of factors too.
+    factor: the largest m and l; 0: the divisors nearest to the roots of in and out.
+  """
+
+  embeddings = False
+  small: ClassVar = {'rank': 4}
+
+  rank: int = 8
+  alpha: float = initial(8.0)
+  both: bool = False
+  factor: int = 0
+
+  def sizes(self, ins, outs):
+    (m, n), (few, k) = factors_of(ins, self.factor), factors_of(outs, self.factor)
+    thin_p, thin_q = self.both and 2 * self.rank < max(m, few), 2 * self.rank < max(n, k)
+    sizes = {'p_rank': self.rank if thin_p else 0, 'q_rank': self.rank if thin_q else 0}
+    sizes |= {'m': 0 if thin_p else m, 'l': 0 if thin_p else few, 'pm': m, 'pl': few}
+    return sizes | {'n': 0 if thin_q else n, 'k': 0 if thin_q else k, 'qn': n, 'qk': k}
+
+  def slots(self):
+    uniform = jax.nn.initializers.he_uniform()
+    scale = peftlab.constant(self.alpha / self.rank)
+    return {
+      'p': peftlab.Slot(dims='m l'),
+      'p_a': peftlab.Slot(dims='pm p_rank', init=uniform),
+      'p_b': peftlab.Slot(dims='p_rank pl'),
+      'q': peftlab.Slot(dims='n k', init=uniform),
+      'q_a': peftlab.Slot(dims='qn q_rank', init=uniform),
+      'q_b': peftlab.Slot(dims='q_rank qk', init=uniform),
+      'scale': peftlab.Slot(dims='', init=scale, trainable=False),
+    }
+
+  def apply(self, x, base, p):
+    first, second = self._pair(p)
+    parts = x.reshape(*x.shape[:-1], first.shape[0], second.shape[0])
+    y = jnp.einsum('...mn,ml,nk->...lk', parts, first, second)
+    return base(x) + y.reshape(*x.shape[:-1], base.shape[1]) * p.scale
+
+  def fuse(self, w, p):
+    return w + jnp.kron(*self._pair(p)) * p.scale
+
+  def _pair(self, p):
+    first = p.p if 'p' in p else p.p_a @ p.p_b
+    return first, p.q if 'q' in p else p.q_a @ p.q_b

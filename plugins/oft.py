@@ -1,0 +1,99 @@
+"""OFT: blocks of the input are rotated (Qiu et al. 2023, arXiv:2306.07280)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import peftlab
+
+
+def skew(upper: jax.Array, size: int) -> jax.Array:
+  """[..., size (size - 1) / 2], an upper triangle row by row -> skew matrices [..., size, size]."""
+  rows, columns = np.triu_indices(size, 1)
+  whole = jnp.zeros((*upper.shape[:-1], size, size), upper.dtype)
+  whole = whole.at[..., rows, columns].set(upper)
+  return whole - jnp.swapaxes(whole, -1, -2)
+
+
+def cayley(q: jax.Array) -> jax.Array:
+  """(I - Q) (I + Q)^-1 of skew matrices Q: rotations, in float32."""
+  one = jnp.eye(q.shape[-1], dtype=jnp.float32)
+  q = q.astype(jnp.float32)
+  return jnp.swapaxes(jnp.linalg.solve(one - q, one + q), -1, -2)
+
+
+def neumann(q: jax.Array, terms: int) -> jax.Array:
+  """I + 2Q + 2Q^2 + ... + Q^(terms - 1), near (I + Q) (I - Q)^-1 for small Q, without a solve."""
+  q = q.astype(jnp.float32)
+  total, power = jnp.eye(q.shape[-1], dtype=jnp.float32), jnp.eye(q.shape[-1], dtype=jnp.float32)
+  for term in range(1, terms):
+    power = power @ q
+    total = total + (power if term == terms - 1 else 2 * power)
+  return total
+
+
+def rotated(x: jax.Array, blocks: jax.Array) -> jax.Array:
+  """x [..., n b] times the block-diagonal matrix of blocks [n or 1, b, b]."""
+  size = blocks.shape[-1]
+  parts = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+  blocks = jnp.broadcast_to(blocks, (parts.shape[-2], size, size)).astype(x.dtype)
+  return jnp.einsum('...nb,nbc->...nc', parts, blocks).reshape(x.shape)
+
+
+@peftlab.register_adapter('oft')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OFT(peftlab.Adapter):
+  """y = (x R) W, R of orthogonal blocks. Trainable: in/block x block (block - 1) / 2 per kernel.
+
+  Attributes:
+    block: size of a block; it must divide the rotated side.
+    outputs: rotate the outputs instead, y = x W R; this works on embeddings too.
+    terms: 0: the exact Cayley transform (I - Q)(I + Q)^-1; n: the first n of its Neumann series of
+      -Q, without a solve, as PEFT does with 5. Only near orthogonal.
+    one_block: whether all blocks are the same: block (block - 1) / 2 per kernel.
+  """
+
+  additive = False
+
+  block: int = 8
+  outputs: bool = False
+  terms: int = 0
+  one_block: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.block < 2 or self.terms < 0:
+      raise ValueError(
+        f'OFT has block {self.block} and {self.terms} terms; expected at least 2 and 0.'
+      )
+
+  @property
+  def embeddings(self):  # pyrefly: ignore[bad-override]
+    """The outputs of a lookup can be rotated; its inputs cannot."""
+    return self.outputs
+
+  def sizes(self, ins, outs):
+    side, name = (outs, 'out') if self.outputs else (ins, 'in')
+    if side % self.block:
+      raise ValueError(f'OFT.block is {self.block}; it must divide {name}, which is {side}.')
+    return {'pairs': self.block * (self.block - 1) // 2}
+
+  def slots(self):
+    blocks = '1' if self.one_block else 'out/block' if self.outputs else 'in/block'
+    return {'rotation': peftlab.Slot(dims=f'{blocks} pairs')}
+
+  def apply(self, x, base, p):
+    blocks = self._blocks(p)
+    return rotated(base(x), blocks) if self.outputs else base(rotated(x, blocks))
+
+  def fuse(self, w, p):
+    blocks = self._blocks(p)
+    if self.outputs:
+      return rotated(w, blocks)
+    return rotated(w.T, jnp.swapaxes(blocks, -1, -2)).T
+
+  def _blocks(self, p):
+    q = skew(p.rotation, self.block)
+    return neumann(q, self.terms) if self.terms else cayley(q)

@@ -1,0 +1,42 @@
+"""SHiRA: a few numbers of the kernel are trained (Bhardwaj et al. 2024, arXiv:2406.13175)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import peftlab
+
+
+@peftlab.register_adapter('shira')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SHiRA(peftlab.Adapter):
+  """y = x (W + S), S zero but at random places. Trainable: rank (in + out) per kernel.
+
+  Attributes:
+    rank: as many numbers as a LoRA of that rank has, at most all.
+  """
+
+  rank: int = 8
+
+  def sizes(self, ins, outs):
+    return {'entries': min(self.rank * (ins + outs), ins * outs)}
+
+  def slots(self):
+    places = peftlab.Slot(dims='2 entries', init=peftlab.together, trainable=False, dtype=jnp.int32)
+    return {'numbers': peftlab.Slot(dims='entries'), 'places': places}
+
+  def start(self, key, sizes, weight=None, full=None):
+    del weight, full
+    entries = self.sizes(*sizes)['entries']
+    flat = jnp.sort(jax.random.choice(key, sizes[0] * sizes[1], (entries,), replace=False))
+    return {'places': jnp.stack([flat // sizes[1], flat % sizes[1]])}
+
+  def apply(self, x, base, p):
+    return base(x) + x @ self._sparse(base.shape, p)
+
+  def fuse(self, w, p):
+    return w + self._sparse(w.shape, p)
+
+  def _sparse(self, shape, p):
+    return jnp.zeros(shape, p.numbers.dtype).at[p.places[0], p.places[1]].add(p.numbers)

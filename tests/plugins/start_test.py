@@ -1,0 +1,85 @@
+"""First values that are made from weights, from what quantization lost, and from data."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import peftlab
+from peftlab import testing
+from peftlab.plugins import eva, loftq, olora, pissa
+from peftlab.testing import case as cases
+from tests.plugins.zoo_cases import FOLDER, PREFIX, golden
+
+pytestmark = pytest.mark.usefixtures('quick_compiles', 'usual_ranks')
+
+
+def linear(weight):
+  layer = nnx.Linear(weight.shape[1], weight.shape[0], use_bias=False, rngs=nnx.Rngs(0))
+  layer.kernel[...] = jnp.asarray(weight.T)
+  return layer
+
+
+@pytest.mark.parametrize(
+  ('name', 'adapter'),
+  (
+    ('pissa/linear', pissa.PiSSA(rank=4, alpha=8)),
+    ('pissa/linear_rslora', pissa.PiSSA(rank=4, alpha=8, rslora=True)),
+    ('olora/linear', olora.OLoRA(rank=4, alpha=8)),
+  ),
+)
+def test_what_is_subtracted_is_what_peft_takes_out_of_the_base(name, adapter):
+  base = golden(name)
+  model, _ = peftlab.attach(linear(base['base/layer.weight']), adapter)
+  p = model.adapters[0]
+  taken = p.scale[...] * (p.a0[...] @ p.b0[...])
+  expected = base['base/layer.weight'] - base['residual/layer.weight']
+  np.testing.assert_allclose(taken, expected.T, atol=2e-5)
+  np.testing.assert_array_equal(p.a[...], p.a0[...])
+
+
+def test_loftq_starts_with_the_best_low_rank_part_of_what_was_lost():
+  with np.load(FOLDER / 'loftq' / 'linear_64.npz') as file:
+    told = dict(file)
+  weight = next(told[k] for k in told if k.endswith('weight') or k == 'weight')
+  quantized, low_rank = (next(told[k] for k in told if n in k) for n in ('quantized', 'low_rank'))
+  quantized, low_rank = (a[0] if a.ndim == 3 else a for a in (quantized, low_rank))
+  adapter = loftq.LoftQ(rank=4, alpha=8)
+  model, _ = peftlab.attach(linear(quantized), adapter, full=linear(weight))
+  p = model.adapters[0]
+  np.testing.assert_allclose(p.scale[...] * (p.a[...] @ p.b[...]), low_rank.T, atol=2e-6)
+
+
+def test_loftq_with_nothing_lost_starts_as_its_base():
+  model, _ = peftlab.attach(testing.StackModel(), loftq.LoftQ(rank=2))
+  y = cases.forward(peftlab.split(model), cases.stack_input())
+  cases.assert_equal(y, cases.base_output(), 'output')
+
+
+def test_eva_starts_as_in_peft():
+  base = golden('eva/linear')
+  layer = linear(base['base/layer.weight'])
+  x = jnp.asarray(base['base/input'])
+  adapter = eva.EVA(rank=4, alpha=8)
+  model, report = eva.start_from(layer, adapter, lambda m, x: m(x), [x], where='.*')
+  expected = base[f'start/{PREFIX}lora_A.weight']
+  np.testing.assert_allclose(model.adapters[0].a[...], expected.T, atol=1e-4)
+  assert report.trainable == 320
+
+
+def test_eva_gives_ranks_to_the_layers_that_need_them():
+  model = testing.StackModel()
+  adapter = eva.EVA(rank=2, alpha=4)
+  x = cases.stack_input()
+  made, report = eva.start_from(model, adapter, lambda m, x: m(x), [x, -x], rho=2.0)
+  ranks = {n: getattr(made.layers, n).adapters[0].adapter.rank for n in ('up', 'down')}
+  assert sum(ranks.values()) == 4
+  scales = {float(getattr(made.layers, n).adapters[0].scale[0]) for n in ranks}
+  assert scales == {2.0}
+  y = cases.forward(peftlab.split(made), x)
+  cases.assert_close(y, cases.base_output(), 'output')
+  assert report.trainable == 2 * sum(r * 40 for r in ranks.values())
+  cases.assert_equal(
+    jax.device_get(made.layers.up.kernel[...]), model.layers.up.kernel[...], 'base'
+  )
