@@ -1,0 +1,108 @@
+"""A TPU kernel for the product of x and a quantized kernel: tiles are decoded in vector memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from peftlab.quant import quantizer
+
+ROWS, OUTS, INS = 1024, 512, 512  # of a block: x, the accumulator and the decoded block fit 16 MB
+
+
+def product(
+  chosen: quantizer.Quantizer, x: jax.Array, arrays: quantizer.Arrays, *, interpret: bool = False
+) -> jax.Array:
+  """x [rows, in] times a kernel of one layer -> [rows, out], in the dtype of x.
+
+  Each block of the kernel is decoded by the quantizer's own `decode` where it is multiplied; the
+  decoded kernel is never written to memory. Any quantizer will do, any number of rows and outputs.
+
+  Args:
+    chosen: decodes.
+    x: the input.
+    arrays: as `encode` gives them (`expand` has run), [tiles, ..., *outs].
+    interpret: run by the interpreter, for tests on a CPU.
+  """
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import tpu as pltpu
+
+  flat, tiles, outs = _flat(arrays, chosen)
+  rows, ins = x.shape
+  tile = ins // tiles
+  together = _most(tiles, max(1, INS // tile))
+  block_rows, block_outs = min(ROWS, _up(rows, 8)), min(OUTS, _up(outs, 128))
+  grid = (pl.cdiv(rows, block_rows), pl.cdiv(outs, block_outs), tiles // together)
+  names = tuple(flat)
+
+  def codes_spec(array: jax.Array) -> Any:
+    middle = array.shape[1:-1]
+    return pl.BlockSpec(
+      (together, *middle, block_outs), lambda i, j, k: (k, *(0,) * len(middle), j)
+    )
+
+  call = pl.pallas_call(
+    functools.partial(_step, chosen, names, tile * together),
+    grid=grid,
+    in_specs=[
+      pl.BlockSpec((block_rows, tile * together), lambda i, j, k: (i, k)),
+      *(codes_spec(flat[name]) for name in names),
+    ],
+    out_specs=pl.BlockSpec((block_rows, block_outs), lambda i, j, k: (i, j)),
+    out_shape=jax.ShapeDtypeStruct((rows, outs), x.dtype),
+    scratch_shapes=[pltpu.VMEM((block_rows, block_outs), jnp.float32)],
+    interpret=interpret,
+  )
+  return call(x, *flat.values())
+
+
+def _step(
+  chosen: quantizer.Quantizer, names: Sequence[str], ins: int, x_ref: Any, *refs: Any
+) -> None:
+  """One block of inputs, added to the accumulator of a block of outputs."""
+  from jax.experimental import pallas as pl
+
+  *held, y_ref, sum_ref = refs
+  place = pl.program_id(2)
+
+  @pl.when(place == 0)
+  def _start() -> None:
+    sum_ref[...] = jnp.zeros_like(sum_ref)
+
+  x = x_ref[...]
+  arrays = {name: ref[...] for name, ref in zip(names, held, strict=True)}
+  w = chosen.decode(arrays, x.dtype).reshape(ins, -1)
+  sum_ref[...] += jax.lax.dot_general(
+    x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+  )
+
+  @pl.when(place == pl.num_programs(2) - 1)
+  def _end() -> None:
+    y_ref[...] = sum_ref[...].astype(y_ref.dtype)
+
+
+def _flat(
+  arrays: quantizer.Arrays, chosen: quantizer.Quantizer
+) -> tuple[dict[str, jax.Array], int, int]:
+  """Arrays with one dimension of outputs, the number of tiles, of outputs."""
+  kept = arrays['codes'].ndim - 2
+  del chosen
+  flat = {
+    name: a.reshape(*a.shape[: a.ndim - kept], math.prod(a.shape[a.ndim - kept :]))
+    for name, a in arrays.items()
+  }
+  return flat, flat['codes'].shape[0], flat['codes'].shape[-1]
+
+
+def _most(count: int, limit: int) -> int:
+  """The greatest divisor of `count` up to `limit`."""
+  return next(n for n in range(min(count, limit), 0, -1) if count % n == 0)
+
+
+def _up(size: int, multiple: int) -> int:
+  return -(-size // multiple) * multiple

@@ -1,0 +1,69 @@
+"""The product of an input and a quantized kernel, decoded as it is read, and its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+
+from peftlab.quant import quantizer
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+  """What is static about a product.
+
+  Attributes:
+    quantizer: decodes.
+    specs: (array, PartitionSpec) pairs: where the arrays are gathered to first, or None.
+    over_tiles: whether the tiled dimensions are contracted, or the others.
+  """
+
+  quantizer: quantizer.Quantizer
+  specs: tuple[tuple[str, Any], ...] | None
+  over_tiles: bool
+
+
+def tiles(chosen: quantizer.Quantizer, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
+  """Held arrays of one layer -> [tiles, tile, *outs] in dtype."""
+  return chosen.decode(chosen.expand(arrays), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(how: How, x: jax.Array, arrays: quantizer.Arrays) -> jax.Array:
+  """x [..., n] times a kernel -> [..., m] in the dtype of x.
+
+  The kernel stays [tiles, tile, *outs] and both dimensions of inputs are contracted: a reshape
+  would make the TPU compiler write the decoded kernel to memory, which it so fuses into the
+  product. For the gradient the arrays alone are kept, and decoded again.
+  """
+  w = tiles(how.quantizer, _gathered(arrays, how.specs), x.dtype)
+  ins, outs = (0, 1), tuple(range(2, w.ndim))
+  over, kept = (ins, outs) if how.over_tiles else (outs, ins)
+  lead = x.shape[:-1]
+  x = x.reshape(*lead, *(w.shape[i] for i in over))
+  own = tuple(range(len(lead), x.ndim))
+  y = jax.lax.dot_general(x, w, ((own, over), ((), ())))
+  return y.reshape(*lead, math.prod(w.shape[i] for i in kept))
+
+
+def _forward(how: How, x: jax.Array, arrays: quantizer.Arrays) -> tuple[jax.Array, Any]:
+  return product(how, x, arrays), arrays
+
+
+def _backward(how: How, arrays: quantizer.Arrays, dy: jax.Array) -> tuple[jax.Array, None]:
+  return product(dataclasses.replace(how, over_tiles=not how.over_tiles), dy, arrays), None
+
+
+product.defvjp(_forward, _backward)
+
+
+def _gathered(arrays: quantizer.Arrays, specs: Any) -> quantizer.Arrays:
+  """The arrays held to where they are used: what travels between devices is codes, not numbers."""
+  if specs is None:
+    return arrays
+  constrain = jax.lax.with_sharding_constraint
+  return {name: constrain(arrays[name], spec) for name, spec in specs}
