@@ -10,7 +10,8 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _parts, _registry
+from peftlab import _parts, _registry, _stack
+from peftlab.appliers import layout
 
 Body = Callable[..., Any]
 
@@ -63,6 +64,26 @@ class Applier(abc.ABC):
       ValueError: a body changes a kept array of base or adapter in place (its path is named), or
         the arrays of the stack disagree on the number of layers.
     """
+
+  def lay_out(self, layers: nnx.Module, mesh: Any = None, *, donate: bool = False) -> nnx.Module:
+    """The stack with its arrays in the order this applier needs on a mesh: here that of the layers.
+
+    Args:
+      layers: a stack, of arrays or of shapes, in any order.
+      mesh: default: the one in context.
+      donate: each array given is freed once it has been read.
+
+    Returns:
+      A new module; the one given where it is in that order already.
+    """
+    del mesh
+    stacked = _stack.stacked(_parts.split(layers), self.axis)
+    return layout.reorder(layers, tuple(range(stacked.length)), axis=self.axis, donate=donate)
+
+  def for_batch(self, rows: int) -> Applier:
+    """The applier as it runs on so many rows, where they are fewer than it was made for."""
+    del rows
+    return self
 
   def run(self, layers: nnx.Module, x: Any, body: Body, *context: Any) -> tuple[Any, nnx.Module]:
     """`apply` on a module: x after the layers, and the module as they left it.

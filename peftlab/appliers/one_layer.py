@@ -40,9 +40,10 @@ class Layer:
 
   def __call__(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
     """(arrays of one layer, x) -> (x after it, its new arrays and its whole state)."""
-    return remat.wrap(self._run, self.policy, in_loop=self.in_loop)(leaves, x)
+    return remat.wrap(self.run, self.policy, in_loop=self.in_loop)(leaves, x)
 
-  def _run(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
+  def run(self, leaves: Leaves, x: Any) -> tuple[Any, Leaves]:
+    """`__call__` without remat."""
     before = _parts.Parts(self.stacked.graph, **{name: _parts.nest(leaves[name]) for name in NAMES})
     model = _parts.merge(before)
     y = self.body(model, x, *self.context)
@@ -74,7 +75,7 @@ class Layer:
     return new
 
   def created(self, new: Leaves) -> applier.Created:
-    """The result of the stack from the new arrays of its layers, stacked along axis 0."""
+    """The result of the stack from the new arrays at its places, stacked along axis 0."""
     axes = {name: self._axes(name, new[name]) for name in NAMES}
     placed = {
       name: {
@@ -115,6 +116,14 @@ class Layer:
         continue
       _stack.add_axis(variable, axes[name][path], 'layers')
     return _parts.split(model).graph
+
+
+def at_places(new: Leaves, stacked: _stack.Stacked) -> Leaves:
+  """What the layers made, in layer order along axis 0, at the places of the stack."""
+  if stacked.in_order:
+    return new
+  source = jnp.asarray([max(number, 0) for number in stacked.order])
+  return jax.tree.map(lambda a: jnp.take(a, source, axis=0), new)
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -33,6 +33,30 @@ def check(policy: str) -> str:
   return policy
 
 
+# Cheap to compute again. A layer that reads its arrays out of a stack itself would else keep a copy
+# of its slice of the base for every time it runs.
+CHEAP = (
+  'broadcast_in_dim',
+  'convert_element_type',
+  'dynamic_slice',
+  'reshape',
+  'slice',
+  'squeeze',
+  'transpose',
+)
+
+
+def wrap_reading(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+  """`wrap` in a loop, for a function that reads its arrays out of a stack: never keeps a slice."""
+  keeps = _all_but_cheap if policy in ('none', 'everything') else POLICIES[policy]
+  return jax.checkpoint(function, policy=keeps, prevent_cse=False)
+
+
+def _all_but_cheap(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+  del arguments, parameters
+  return primitive.name not in CHEAP
+
+
 def wrap(function: Callable[..., Any], policy: str, *, in_loop: bool) -> Callable[..., Any]:
   """`function` under `jax.checkpoint`: 'none' keeps all it needs, 'full' recomputes all.
 

@@ -17,8 +17,8 @@ from peftlab.appliers import applier, one_layer, remat
 class Scan(applier.Applier):
   """`jax.lax.scan` over the layers: compile time does not grow with their number.
 
-  Base arrays stacked at axis 0 are scanned over where they lie; at another axis each layer reads
-  its slice, so that no transposed copy is made.
+  Base arrays stacked at axis 0 in layer order are scanned over where they lie; at another axis, or
+  in another order, each layer reads its slice, so that no transposed copy is made.
 
   Attributes:
     remat: what the backward pass recomputes: a word of `remat.POLICIES`, or none.
@@ -47,25 +47,31 @@ class Scan(applier.Applier):
       index, arrays = xs
       return layer(_one(fixed, stacked, index, arrays), carry)
 
-    xs = (jnp.arange(stacked.length), scanned)
+    xs = (jnp.asarray(stacked.places), scanned)
     x, new = jax.lax.scan(step, x, xs, unroll=self.unroll)
-    return x, layer.created(new)
+    return x, layer.created(one_layer.at_places(new, stacked))
 
 
 def _scanned(
   layers: _parts.Parts, stacked: _stack.Stacked
 ) -> tuple[one_layer.Leaves, one_layer.Leaves]:
-  """(arrays scanned over, layer axis first; arrays that each layer indexes or all share)."""
+  """(arrays scanned over, in layer order; arrays that each layer reads a slice of, or all of)."""
   scanned: one_layer.Leaves = {name: {} for name in one_layer.NAMES}
   fixed: one_layer.Leaves = {name: {} for name in one_layer.NAMES}
   for name in one_layer.NAMES:
     for path, value in _parts.flat(getattr(layers, name)).items():
       axis = stacked.axes[name][path]
-      if axis is None or (axis and name == 'base'):
+      if axis is None or (name == 'base' and (axis or not stacked.in_order)):
         fixed[name][path] = value
       else:
-        scanned[name][path] = jax.tree.map(lambda a, axis=axis: jnp.moveaxis(a, axis, 0), value)
+        scanned[name][path] = jax.tree.map(
+          lambda a, axis=axis: _in_layer_order(jnp.moveaxis(a, axis, 0), stacked), value
+        )
   return scanned, fixed
+
+
+def _in_layer_order(array: jax.Array, stacked: _stack.Stacked) -> jax.Array:
+  return array if stacked.in_order else jnp.take(array, jnp.asarray(stacked.places), axis=0)
 
 
 def _one(

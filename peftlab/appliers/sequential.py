@@ -35,10 +35,11 @@ class Sequential(applier.Applier):
       return x, applier.nothing_created(layers)
     layer = one_layer.Layer(layers, stacked, body, context, self.remat)
     found = []
-    for index in range(stacked.length):
-      x, new = layer(_one(layers, stacked, index), x)
+    for place in stacked.places:
+      x, new = layer(_one(layers, stacked, place), x)
       found.append(new)
-    return x, layer.created(jax.tree.map(lambda *each: jnp.stack(each), *found))
+    new = jax.tree.map(lambda *each: jnp.stack(each), *found)
+    return x, layer.created(one_layer.at_places(new, stacked))
 
 
 def _one(layers: _parts.Parts, stacked: _stack.Stacked, index: int) -> one_layer.Leaves:
