@@ -8,15 +8,15 @@ import hashlib
 import json
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 from flax import nnx
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _adapter, _attach, _layer, _parts, _plan, _registry, _sites
+from peftlab import _adapter, _attach, _parts, _registry
 from peftlab.formats import (
+  adapter_values,
   base_samples,
   files,
   hf_peft,
@@ -29,52 +29,100 @@ CARD = 'peftlab.json'
 TENSORS = hf_peft.TENSORS
 VERSION = 1
 KEYS = ('format', 'type', 'fields', 'layers', 'base', 'tensors')
+SOURCE = 'source'  # in a card that says it: where the base was loaded from
 
-# {layer name: {slot: array of one layer}}
-Values = dict[str, dict[str, np.ndarray]]
+MORE = 'more'  # other adapters of the same name, with their layers
+Values = adapter_values.Values
+
+
+class OtherBaseError(ValueError):
+  """An adapter that was made on another base."""
 
 
 def save_adapter(
-  model: nnx.Module, directory: str | os.PathLike[str], *, name: str = 'default'
+  model: nnx.Module, directory: str | os.PathLike[str], *, name: str = 'default', source: str = ''
 ) -> None:
   """Writes one adapter of a model to a folder, readable in any layout and on any mesh.
 
   `adapter_model.safetensors` holds its arrays, one per layer; `peftlab.json` its type, fields,
   layers and a sample of the base. A type that HF PEFT has is written as a PEFT folder, with Hugging
-  Face's names where the model knows them.
+  Face's names where the model knows them; layers with different adapters only as our own.
+
+  Args:
+    model: carries the adapter.
+    directory: is made where there is none, in a folder that exists.
+    name: of the adapter.
+    source: what the base was loaded from, in the words of `load_model`; it is kept in the card.
 
   Raises:
-    ValueError: no adapter of that name, two types under the name, NaN or infinity in its arrays,
-      or a folder that cannot be made. Nothing is written then.
+    ValueError: no adapter of that name, NaN or infinity in its arrays, or a folder that cannot be
+      made or written. Nothing is written then.
   """
+  directory = files.writable_folder(directory, subject='Adapter folder')
   _attach.require(model, name)
-  adapter, values, embeddings = _collect(model, name)
-  directory = pathlib.Path(directory)
-  files.existing_folder(directory.parent)
+  adapters, values, embeddings = adapter_values.collect(model, name)
   for layer, slots in values.items():
     for slot, array in slots.items():
       if not np.isfinite(array.astype(np.float32)).all():
         raise ValueError(f'Adapter {name!r}: {layer}.{slot} holds a NaN or an infinity.')
   config, tensors = {}, {}
-  if adapter.peft_type:
-    config, tensors = adapter.to_peft(values, embeddings=embeddings)
+  first, *others = dict.fromkeys(adapters.values())
+  if first.peft_type and not others:
+    config, tensors = first.to_peft(values, embeddings=embeddings)
     config = peft_config.check_config(
       config | _targets(model, values), subject=f"PEFT folder '{directory}'", strict=True
     )
     # A scale that was changed after attaching is in the arrays; the fields follow them.
-    found = type(adapter).from_peft(config, tensors)[0]
-    told = {field: getattr(found, field) for field in adapter.peft_fields}
-    adapter = dataclasses.replace(adapter, **told)
-  card = _card(model, adapter, values)
-  directory.mkdir(exist_ok=True)
-  (directory / CARD).unlink(missing_ok=True)
-  if adapter.peft_type:
-    hf_peft.write_peft_folder(directory, config, tensors)
+    found = type(first).from_peft(config, tensors)[0]
+    told = {field: getattr(found, field) for field in first.peft_fields}
+    adapters = dict.fromkeys(adapters, dataclasses.replace(first, **told))
   else:
-    tensors = {f'{layer}.{slot}': a for layer, of in values.items() for slot, a in of.items()}
-    safetensors_file.write_safetensors(directory / TENSORS, tensors)
-  card['tensors'] = _file_digest(directory / TENSORS)
-  files.write_json(directory / CARD, card | {'digest': _digest(card)})
+    tensors = {
+      f'{layer}.{slot}' if layer else slot: array
+      for layer, of in values.items()
+      for slot, array in of.items()
+    }
+  card = _card(model, adapters, values) | ({SOURCE: source} if source else {})
+  _write(directory, card, config, tensors)
+
+
+def _write(
+  directory: pathlib.Path, card: dict[str, Any], config: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+  """Writes the files of a folder, all or none: aside first, then moved, the card last."""
+  new = not directory.exists()
+  try:
+    with tempfile.TemporaryDirectory(prefix='.', dir=directory.parent if new else directory) as at:
+      staged = pathlib.Path(at) / 'adapter'
+      staged.mkdir()
+      if config:
+        hf_peft.write_peft_folder(staged, config, tensors)
+      else:
+        safetensors_file.write_safetensors(staged / TENSORS, tensors)
+      card['tensors'] = _file_digest(staged / TENSORS)
+      files.write_json(staged / CARD, card | {'digest': _digest(card)})
+      if new:
+        staged.rename(directory)
+        return
+      # Killed between these lines: a folder that is refused, never old words beside new tensors.
+      for name in (CARD, hf_peft.CONFIG):
+        (directory / name).unlink(missing_ok=True)
+      for name in (TENSORS, hf_peft.CONFIG, CARD):
+        if (staged / name).exists():
+          os.replace(staged / name, directory / name)
+  except OSError as error:
+    raise ValueError(
+      f"Adapter folder '{directory}' cannot be written: {error.strerror}."
+    ) from error
+
+
+def source_of(directory: str | os.PathLike[str]) -> str:
+  """What the base of an adapter was loaded from, as its folder says; '' where it does not.
+
+  Raises:
+    ValueError: no such folder, or one that `load_adapter` would not read.
+  """
+  return str(_read(files.existing_folder(directory))[2].get(SOURCE, ''))
 
 
 def load_adapter(
@@ -85,6 +133,8 @@ def load_adapter(
   any_base: bool = False,
 ) -> nnx.Module:
   """A model with the adapter of a folder attached; the one given is untouched.
+
+  The adapter is in evaluation mode; `model.train()` switches its dropout on.
 
   Args:
     model: the base, in any layout, on any mesh, in any precision.
@@ -97,68 +147,41 @@ def load_adapter(
       many or of other shapes, another base, or a taken name.
   """
   directory = files.existing_folder(directory)
-  adapter, values, card = _read(directory)
+  adapters, values, card = _read(directory)
   known = layer_names.places(model)
   subject = f"Adapter folder '{directory}'"
-  placed = _placed(values, known, subject)
   model = _parts.merge(_parts.split(model))
-  fresh = {site.path: site for site in _sites.sites(model)}
-  plans, arrays = [], {}
-  for site, each in layer_names.by_site(placed, known):
-    plan = _plan.plan(fresh[site.path], adapter, name)
-    arrays[plan.site.name] = _stacked(plan, each, subject)
-    plans.append(plan)
+  plans, arrays, places = adapter_values.plans_and_arrays(
+    model, name, values, adapters, known=known, subject=subject
+  )
   if card and not any_base:
-    _check_base([known[key] for key in placed], card, subject)
-  _attach.install(plans, adapter, name, arrays)
+    _check_base(places, card, subject)
+  _attach.install(plans, name, arrays, training=False)
   return model
 
 
-def _collect(model: nnx.Module, name: str) -> tuple[_adapter.Adapter, Values, set[str]]:
-  """The type, the arrays of every layer, and which layers are embeddings."""
-  values: Values = {}
-  embeddings = set()
-  types = set()
-  whole: dict[tuple, dict[str, np.ndarray]] = {}
-  for place in layer_names.places(model).values():
-    site = place.site
-    attached = next((a for a in getattr(site.layer, 'adapters', ()) if a.name == name), None)
-    if attached is None:
-      continue
-    types.add(attached.adapter)
-    if site.path not in whole:
-      whole[site.path] = _host_arrays(attached)
-    layer = place.hf_name or place.name
-    values[layer] = {
-      slot: layer_names.take(array, _stack_of(attached, slot), place.index)
-      for slot, array in whole[site.path].items()
-    }
-    if not site.kind.linear:
-      embeddings.add(layer)
-  if len(types) != 1:
-    raise ValueError(f'Adapter {name!r} has several types or ranks: {types}; name them apart.')
-  return types.pop(), values, embeddings
-
-
-def _host_arrays(attached: _layer.Attached) -> dict[str, np.ndarray]:
-  slots = attached.adapter.slots()
-  return {slot: np.asarray(jax.device_get(getattr(attached, slot)[...])) for slot in slots}
-
-
-def _stack_of(attached: _layer.Attached, slot: str) -> tuple[int, ...]:
-  return getattr(attached, slot).get_metadata().get('stack', ())
-
-
-def _card(model: nnx.Module, adapter: _adapter.Adapter, values: Values) -> dict[str, Any]:
+def _card(
+  model: nnx.Module, adapters: Mapping[str, _adapter.Adapter], values: Values
+) -> dict[str, Any]:
   known = layer_names.places(model)
-  adapted = [layer_names.find(known, layer) for layer in values]
+  adapted = [layer_names.find(known, layer) for layer in adapters]
+  groups: dict[_adapter.Adapter, list[str]] = {}
+  for layer, adapter in adapters.items():
+    groups.setdefault(adapter, []).append(layer)
+  first, *others = groups
+  more = [_told(adapter) | {'layers': groups[adapter]} for adapter in others]
   return {
     'format': VERSION,
-    'type': _registry.adapters.name_of(adapter),
-    'fields': dataclasses.asdict(adapter),
+    **_told(first),
+    **({MORE: more} if more else {}),
     'layers': {layer: {s: list(a.shape) for s, a in of.items()} for layer, of in values.items()},
     'base': _samples(adapted),
   }
+
+
+def _told(adapter: _adapter.Adapter) -> dict[str, Any]:
+  name = _registry.adapters.name_of(adapter)
+  return {'type': name, 'fields': dataclasses.asdict(adapter)}
 
 
 def _samples(adapted: Collection[layer_names.Place]) -> dict[str, list[float]]:
@@ -169,11 +192,11 @@ def _samples(adapted: Collection[layer_names.Place]) -> dict[str, list[float]]:
 
 def _targets(model: nnx.Module, values: Values) -> dict[str, Any]:
   every = [place.hf_name or place.name for place in layer_names.places(model).values()]
-  return {'target_modules': hf_peft.target_names(values, among=every)}
+  return {'target_modules': hf_peft.target_names([v for v in values if v], among=every)}
 
 
 def _digest(card: Mapping[str, Any]) -> str:
-  text = json.dumps({k: card[k] for k in KEYS}, sort_keys=True)
+  text = json.dumps({k: card[k] for k in (*KEYS, SOURCE, MORE) if k in card}, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -182,9 +205,13 @@ def _file_digest(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, Any]]:
+def _read(
+  directory: pathlib.Path,
+) -> tuple[dict[str, _adapter.Adapter], Values, dict[str, Any]]:
+  """(the adapter of every layer, the arrays, our card or {})."""
   if not (directory / CARD).exists():
-    return *_read_peft(directory), {}
+    adapter, values = _read_peft(directory)
+    return dict.fromkeys((layer for layer in values if layer), adapter), values, {}
   card = files.read_json(directory / CARD)
   subject = f"'{directory / CARD}'"
   missing = [key for key in (*KEYS, 'digest') if key not in card]
@@ -194,9 +221,8 @@ def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, 
     raise ValueError(f'{subject} has format {card["format"]!r}; this version reads {VERSION}.')
   if _digest(card) != card['digest']:
     raise ValueError(f'{subject} was edited after it was written: its digest does not fit.')
-  cls = _registry.adapters.get(card['type'])
-  adapter = _from_fields(cls, card['fields'], subject)
-  if adapter.peft_type:
+  adapter = _from_fields(card, subject)
+  if adapter.peft_type and MORE not in card:
     found, values = _read_peft(directory)
     adapter = _agree(adapter, found, directory)
   else:
@@ -204,7 +230,10 @@ def _read(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values, dict[str, 
   _check_layers(values, card['layers'], subject)
   if _file_digest(directory / TENSORS) != card['tensors']:
     raise ValueError(f"'{directory / TENSORS}' was changed after it was written.")
-  return adapter, values, card
+  adapters = dict.fromkeys((layer for layer in values if layer), adapter)
+  for other in card.get(MORE, ()):
+    adapters |= dict.fromkeys(other['layers'], _from_fields(other, subject))
+  return adapters, values, card
 
 
 def _read_peft(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values]:
@@ -224,7 +253,8 @@ def _read_plain(directory: pathlib.Path) -> Values:
   return values
 
 
-def _from_fields(cls: type, fields: Any, subject: str) -> _adapter.Adapter:
+def _from_fields(told: Mapping[str, Any], subject: str) -> _adapter.Adapter:
+  cls, fields = _registry.adapters.get(told['type']), told['fields']
   known = [f.name for f in dataclasses.fields(cls)]
   for key in fields:
     if key not in known:
@@ -260,45 +290,6 @@ def _check_layers(values: Values, told: Mapping[str, Any], subject: str) -> None
       raise ValueError(f'{subject}: {layer} has shapes {slots}, its tensors {shapes}.')
 
 
-def _placed(values: Values, known: dict, subject: str) -> dict[layer_names.Key, dict]:
-  """The layers of the file by canonical name, every stack they touch complete."""
-  placed = {}
-  try:
-    for layer, slots in values.items():
-      place = layer_names.find(known, layer)
-      placed[layer_names.canonical(place.name)] = slots
-  except ValueError as error:
-    raise ValueError(f'{subject}: {error}') from None
-  touched = {known[key].site.path for key in placed}
-  wanted = [key for key, place in known.items() if place.site.path in touched]
-  missing = [known[key].name for key in wanted if key not in placed]
-  if missing:
-    raise ValueError(
-      f'{subject} has {len(placed)} of {len(wanted)} layers; missing: {", ".join(missing[:6])}. '
-      'A stack takes an adapter on all of its layers.'
-    )
-  return placed
-
-
-def _stacked(plan: _plan.Plan, each: dict[tuple, dict], subject: str) -> dict[str, jax.Array]:
-  arrays = {}
-  for slot, shape in plan.shapes.items():
-    stack = plan.stacks[slot]
-    own = tuple(s for i, s in enumerate(shape) if i not in stack)
-    layers = {}
-    for index, slots in each.items():
-      where = f'{subject}: {plan.site.name}{list(index) or ""}'
-      if set(slots) != set(plan.slots):
-        raise ValueError(f'{where} has slots {sorted(slots)}; expected {sorted(plan.slots)}.')
-      if slots[slot].shape != own:
-        raise ValueError(f'{where}.{slot} has shape {slots[slot].shape}; expected {own}.')
-      layers[index] = slots[slot]
-    whole = layer_names.put_together(layers, stack, plan.site.layers)
-    dtype = plan.slots[slot].dtype
-    arrays[slot] = jax.device_put(jnp.asarray(whole, dtype), plan.shardings[slot])
-  return arrays
-
-
 def _check_base(
   adapted: Collection[layer_names.Place], card: Mapping[str, Any], subject: str
 ) -> None:
@@ -306,7 +297,8 @@ def _check_base(
   found = {layer_names.canonical(name): numbers for name, numbers in _samples(adapted).items()}
   far = base_samples.distance(found, told)
   if far > base_samples.FURTHEST:
-    raise ValueError(
-      f'{subject} was made on another base: the weights it was trained with differ by '
+    source = f', {card[SOURCE]}' if SOURCE in card else ''
+    raise OtherBaseError(
+      f'{subject} was made on another base{source}: the weights it was trained with differ by '
       f'{100 * far:.0f} % from these (any_base=True takes it all the same).'
     )

@@ -1,14 +1,14 @@
 """Any file replaced atomically, JSON read strictly, pickles refused by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+import difflib
 import json
 import os
 import pathlib
 import tempfile
 from typing import IO, Any
 
-from peftlab._registry import did_you_mean
-
+_NEAR = 0.6  # of the letters of a name
 _PICKLES = ('.bin', '.pt', '.pth', '.ckpt', '.pkl', '.pickle')
 
 
@@ -95,7 +95,7 @@ def existing_file(path: str | os.PathLike[str]) -> pathlib.Path:
   Raises:
     ValueError: it is missing or a folder; the message has the nearest name beside it.
   """
-  path = pathlib.Path(path)
+  path = _given(path)
   if path.is_dir():
     raise ValueError(f"'{path}' is a folder; expected a file.")
   if not path.is_file():
@@ -105,7 +105,7 @@ def existing_file(path: str | os.PathLike[str]) -> pathlib.Path:
 
 def existing_folder(path: str | os.PathLike[str]) -> pathlib.Path:
   """`path`, where it is a folder; ValueError otherwise."""
-  path = pathlib.Path(path)
+  path = _given(path)
   if path.is_file():
     raise ValueError(f"'{path}' is a file; expected a folder.")
   if not path.is_dir():
@@ -121,8 +121,10 @@ def refuse_pickle(path: str | os.PathLike[str]) -> None:
   """
   path = pathlib.Path(path)
   with path.open('rb') as file:
-    start = file.read(4)
-  if path.suffix in _PICKLES or start == b'PK\x03\x04' or start[:2] in (b'\x80\x02', b'\x80\x04'):
+    start = file.read(9)
+  # The length of a safetensors header can begin so too (640), but no pickle goes on as it does.
+  pickled = start[:2] in (b'\x80\x02', b'\x80\x04') and start[4:] != b'\0\0\0\0{'
+  if path.suffix in _PICKLES or start[:4] == b'PK\x03\x04' or pickled:
     raise ValueError(
       f"'{path}' is a pickle, which can run code when it is read: refused. Expected .safetensors "
       '(save_pretrained(..., safe_serialization=True) writes it).'
@@ -134,8 +136,79 @@ def pickles_in(folder: pathlib.Path) -> list[str]:
   return sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
 
 
+def _given(path: Any, subject: str = 'The path') -> pathlib.Path:
+  if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+    raise ValueError(f'{subject} is {path!r:.60}; expected the path of a file or folder.')
+  return pathlib.Path(path)
+
+
+def near_path(path: str | os.PathLike[str], *, suffixes: Collection[str] = ()) -> str:
+  """`"; did you mean 'folder/x'?"` for the path nearest to a missing one, `''` where none is near.
+
+  Part by part: of a folder that is not there the nearest one beside it is meant. Suffixes are not
+  compared: `a.txt` is not near to `b.txt`.
+
+  Args:
+    path: what is missing.
+    suffixes: of the files that would do ('.py'); none: any, and folders.
+  """
+  path = pathlib.Path(path)
+  if path.exists():  # but of another kind than was expected
+    return ''
+  found = pathlib.Path(path.anchor)
+  for part in path.relative_to(path.anchor).parts:
+    if (found / part).exists():
+      found /= part
+      continue
+    names = _names(found, suffixes if part == path.name else ())
+    scored = [(_likeness(part, name), name) for name in names]
+    best = max(scored, default=((0.0, False), ''))
+    if best[0][0] < _NEAR:
+      return ''
+    found /= best[1]
+  return f"; did you mean '{found}'?"
+
+
+def _names(folder: pathlib.Path, suffixes: Collection[str]) -> list[str]:
+  if not folder.is_dir():
+    return []
+  entries = sorted(folder.iterdir())
+  names = [e.name for e in entries if not suffixes or e.suffix in suffixes]
+  return [name for name in names if not name.startswith('.')]
+
+
+def _likeness(one: str, other: str) -> tuple[float, bool]:
+  """How alike the stems of two names are, 0 to 1; then whether their suffixes are the same."""
+  a, b = pathlib.Path(one), pathlib.Path(other)
+  ratio = difflib.SequenceMatcher(None, a.stem.lower(), b.stem.lower()).ratio()
+  return ratio, a.suffix == b.suffix
+
+
 def _beside(path: pathlib.Path) -> str:
-  """The end of a sentence about a missing path: the nearest name in its folder, if any."""
-  if not path.parent.is_dir():
+  """The end of a sentence about a missing path: what was meant, or that its folder is missing."""
+  near = near_path(path)
+  if not near and not path.parent.is_dir():
     return f"; its folder '{path.parent}' does not exist either."
-  return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()]) or '.'
+  return near or '.'
+
+
+def writable_folder(path: str | os.PathLike[str], *, subject: str) -> pathlib.Path:
+  """`path`, where it is a folder, or can be made in one that exists; nothing is made.
+
+  Args:
+    path: where something is to be written.
+    subject: what, for messages: 'Adapter folder'.
+
+  Raises:
+    ValueError: no path, a file, a missing parent, or no right to write there.
+  """
+  path = _given(path, subject)
+  if path.exists() and not path.is_dir():
+    raise ValueError(f"{subject} '{path}' is a file; expected a folder.")
+  if not path.exists() and not path.parent.is_dir():
+    state = 'is a file' if path.parent.is_file() else 'does not exist'
+    near = near_path(path.parent) if state == 'does not exist' else ''
+    raise ValueError(f"{subject} '{path}' cannot be made: '{path.parent}' {state}{near or '.'}")
+  if not os.access(path if path.exists() else path.parent, os.W_OK | os.X_OK):
+    raise ValueError(f"{subject} '{path}' cannot be written: Permission denied.")
+  return path

@@ -59,13 +59,21 @@ def places(model: nnx.Module) -> dict[Key, Place]:
   """Every layer of a model that can be adapted, by its canonical name."""
   hf = getattr(model, 'hf_names', dict)()
   by_key = {canonical(own): theirs for own, theirs in hf.items()}
+  name_of = getattr(model, 'layer_name', _name)  # a model may know its layers by other numbers
   found = {}
-  for site in _sites.sites(model):
-    for index in itertools.product(*(range(n) for n in site.layers)):
-      name = _name(site.path, index)
+  for site in _sites.sites(model, norms=True):
+    for number, index in _numbered(site):
+      name = name_of(site.path, number)
       key = canonical(name)
       found[key] = Place(site, index, name, by_key.get(key))
   return found
+
+
+def _numbered(site: _sites.Site) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+  """(its numbers, its places along the stack axes) of each layer at a site, in layer order."""
+  places = itertools.product(*(range(n) for n in site.layers))
+  pairs = ((tuple(n[i] for n, i in zip(site.numbers, at, strict=True)), at) for at in places)
+  return sorted(pair for pair in pairs if min(pair[0], default=0) >= 0)
 
 
 def find(known: dict[Key, Place], name: str) -> Place:
@@ -101,7 +109,7 @@ def put_together(
 ) -> np.ndarray:
   """{index: array of one layer} -> the stacked array: inverse of `take`."""
   first = next(iter(each.values()))
-  whole = np.empty((*layers, *first.shape), first.dtype)
+  whole = np.zeros((*layers, *first.shape), first.dtype)
   for index, array in each.items():
     whole[index] = array
   return np.moveaxis(whole, range(len(stack)), stack)

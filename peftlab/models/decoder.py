@@ -5,85 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from einops import rearrange
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peftlab import _parts, _registry, _specs, _stack, appliers
-from peftlab.models import rope
-from peftlab.models.attention import Attention
+from peftlab.models import block, groups
 from peftlab.models.config import DecoderConfig
 from peftlab.models.layers import Dense, Embedding, RMSNorm
-
-ACTIVATIONS = {
-  'silu': jax.nn.silu,
-  'gelu': lambda x: jax.nn.gelu(x, approximate=False),
-  'gelu_tanh': lambda x: jax.nn.gelu(x, approximate=True),
-}
-
-
-class GatedMLP(nnx.Module):
-  """down(activation(gate(x)) * up(x)): SwiGLU or GeGLU (https://arxiv.org/abs/2002.05202)."""
-
-  def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-    c = config
-    embed, mlp = {'embed': c.embed}, {'mlp': c.mlp}
-    options = dict(bias=c.mlp_bias, dtype=jnp.dtype(c.dtype), rngs=rngs)
-    self.gate = Dense(embed, mlp, **options)
-    self.up = Dense(embed, mlp, **options)
-    self.down = Dense(mlp, embed, **options)
-    self.activation = c.activation
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """x [batch, length, embed] -> the same shape."""
-    flat = rearrange(x, 'b l e -> (b l) e')
-    hidden = ACTIVATIONS[self.activation](self.gate(flat)) * self.up(flat)
-    hidden = rearrange(hidden, '(b l) m -> b l m', b=x.shape[0])
-    hidden = _specs.constrain(hidden, ('batch', 'length', 'mlp'))
-    y = self.down(rearrange(hidden, 'b l m -> (b l) m'))
-    return rearrange(y, '(b l) e -> b l e', b=x.shape[0])
-
-
-class Block(nnx.Module):
-  """x + attention, then x + MLP, each behind a norm (and before one, with post_norms)."""
-
-  def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-    def norm() -> RMSNorm:
-      return _norm(config)
-
-    self.attn_norm, self.mlp_norm = norm(), norm()
-    self.attn = Attention(config, rngs=rngs)
-    self.mlp = GatedMLP(config, rngs=rngs)
-    self.post_attn_norm = norm() if config.post_norms else None
-    self.post_mlp_norm = norm() if config.post_norms else None
-
-  def __call__(
-    self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
-  ) -> jax.Array:
-    """x [batch, length, embed] -> the same shape and dtype."""
-    y = self.attn(self.attn_norm(x), positions, segment_ids)
-    x = x + (self.post_attn_norm(y) if self.post_attn_norm else y)
-    x = _specs.constrain(x, ('batch', 'length', 'embed'))
-    y = self.mlp(self.mlp_norm(x))
-    x = x + (self.post_mlp_norm(y) if self.post_mlp_norm else y)
-    return _specs.constrain(x, ('batch', 'length', 'embed'))
-
-
-def _norm(config: DecoderConfig) -> RMSNorm:
-  return RMSNorm(
-    config.embed,
-    eps=config.norm_eps,
-    unit_offset=config.norm_unit_offset,
-    dtype=jnp.dtype(config.dtype),
-  )
-
-
-def run_block(
-  block: Block, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
-) -> jax.Array:
-  """The body that an applier runs for each layer."""
-  return block(x, positions, segment_ids)
+from peftlab.models.mlp import norm_of
 
 
 class Decoder(nnx.Module):
@@ -91,26 +22,35 @@ class Decoder(nnx.Module):
 
   Attributes:
     embed: Embedding [vocab, embed].
-    layers: one Block with every array stacked over layers at axis 0.
+    layers: one Block with every array stacked over layers at axis 0; or, where the layers are not
+      all of one kind, an nnx.List of such stacks and of stacks of `block.Period` (`groups.groups`
+      says which layers are where).
     norm: RMSNorm.
     head: Dense embed -> vocab, or None where the embedding is the head.
+    token_embeds: TokenEmbeds, where layers have embeddings of their own, or None.
     config: its DecoderConfig.
-    applier: runs the stack.
+    applier: runs each stack.
+    cache: (batch, length) of its caches, or None.
   """
 
   def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, applier: Any = None):
     """A decoder with random weights; `peftlab.load_model` makes one from files."""
     dtype = jnp.dtype(config.dtype)
     self.embed = Embedding(config.vocab, config.embed, dtype=dtype, rngs=rngs)
-    layers: Any = _stack.stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs=rngs)
-    for name, values in layer_constants(config).items():
-      getattr(layers.attn, name)[...] = values
-    self.layers = layers
-    self.norm = _norm(config)
-    head = ({'embed': config.embed}, {'vocab': config.vocab})
-    self.head = None if config.tied else Dense(*head, dtype=dtype, rngs=rngs)
+    made = [block.make_group(config, group, rngs=rngs) for group in groups.groups(config)]
+    plain = len(made) == 1 and not isinstance(made[0], block.Period)
+    self.layers: Any = made[0] if plain else nnx.List(made)
+    for path, value in constants(config).items():
+      node: Any = self
+      for key in path:
+        node = node[key] if isinstance(key, int) else getattr(node, key)
+      node[...] = value
+    self.norm: RMSNorm = norm_of(config)
+    self.head = None if config.tied else _head(config, rngs)
+    self.token_embeds = TokenEmbeds(config, rngs=rngs) if config.per_layer_embed else None
     self.config = config
     self.applier = appliers.Scan() if applier is None else applier
+    self.cache: tuple[int, int] | None = None
 
   def __call__(
     self,
@@ -124,7 +64,8 @@ class Decoder(nnx.Module):
     Args:
       tokens: [batch, length] int.
       positions: [batch or 1, length] int, 0 and above; default: 0, 1, 2, ... With a cache they are
-        needed, and say where the new keys and values go.
+        needed, and say where the new keys and values go; -1 stands for no token (padding behind a
+        text), which leaves the cache as it is.
       segment_ids: [batch, length] int: a token sees only tokens of its own segment.
 
     Returns:
@@ -147,10 +88,39 @@ class Decoder(nnx.Module):
     x = self.embed(tokens)
     x = x * jnp.asarray(self.config.embed_scale, x.dtype)
     x = _specs.constrain(x, ('batch', 'length', 'embed'))
-    x, layers = self.applier.run(self.layers, x, run_block, positions, segment_ids)
-    if layers is not self.layers:  # a layer made or replaced a Variable
-      self.layers = layers
+    context: tuple = (positions, segment_ids)
+    if self.token_embeds is not None:
+      context = (*context, self.token_embeds(tokens, x))
+    if isinstance(self.layers, nnx.List):
+      x = self._run_groups(x, context)
+    else:
+      x, layers = self.applier.run(self.layers, x, block.run_block, *context)
+      if layers is not self.layers:  # a layer made or replaced a Variable
+        self.layers = layers
     return self.norm(x)
+
+  def _run_groups(self, x: jax.Array, context: tuple) -> jax.Array:
+    """x behind every group of layers; the groups are as their layers left them."""
+    shared = self.config.shared_keys > 0
+    carry: Any = self._handed(x, context[0]) if shared else x
+    for i, group in enumerate(self.layers):
+      carry, ran = block.run_group(group, carry, context, applier=self.applier)
+      if ran is not group:
+        self.layers[i] = ran
+    return carry.x if shared else carry
+
+  def _handed(self, x: jax.Array, positions: jax.Array) -> block.Handed:
+    """A carry with room for the keys and values of the last layer of each type."""
+    batch, length = self.cache or x.shape[:2]
+    places = positions if self.cache is None else jnp.arange(length)[None, :]
+    places = jnp.broadcast_to(places, (batch, length))  # so that rows can be told apart
+    c, banks = self.config, {}
+    for name, local in (('full', False), ('local', True)):
+      kinds = [c.kind(i) for i in range(c.layers) if c.is_local(i) == local]
+      kind = kinds[0] if kinds else c.kind(0)
+      zeros = jnp.zeros((batch, length, kind.kv_heads, kind.head_dim), x.dtype)
+      banks[name] = (zeros, zeros, places)
+    return block.Handed(x, **banks)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Logits [..., vocab] float32 of hidden states [..., embed]."""
@@ -170,11 +140,7 @@ class Decoder(nnx.Module):
     if self.head is not None:
       return
     c = self.config
-    head = nnx.eval_shape(
-      lambda: Dense(
-        {'embed': c.embed}, {'vocab': c.vocab}, dtype=jnp.dtype(c.dtype), rngs=nnx.Rngs(0)
-      )
-    )
+    head = nnx.eval_shape(lambda: _head(c, nnx.Rngs(0)))
     head.kernel.set_raw_value(self.embed.table[...].T)
     self.head = nnx.data(head)
     self.config = dataclasses.replace(c, tied=False)
@@ -183,7 +149,7 @@ class Decoder(nnx.Module):
     """A decoder on the same arrays with an empty KV cache for `batch` texts of `length` tokens.
 
     Its calls need `positions`, and write keys and values at them; a text must be filled from 0
-    without gaps (a padded token is overwritten by the one that takes its position).
+    without gaps; padding behind it stands at position -1.
 
     Raises:
       ValueError: batch or length below 1, or length above the config's max_length.
@@ -195,41 +161,91 @@ class Decoder(nnx.Module):
         f'1 and the length between 1 and max_length ({c.max_length}).'
       )
     model: Any = _parts.merge(_parts.split(self))
-    shape = (c.layers, batch, length, c.kv_heads, c.head_dim)
-    axes = ('layers', 'batch', 'length', 'kv_heads', 'head_dim')
-    for name in ('cached_k', 'cached_v'):
-      empty = jnp.zeros(shape, jnp.dtype(c.dtype))
-      setattr(model.layers.attn, name, nnx.Cache(empty, axes=axes))
+    for path, blocks in block.blocks_in(model.layers):
+      lead, order = groups.layers_at(path, c).shape, _stack.order_at(model, path)
+      lead = lead if order is None else (len(order), *lead[1:])
+      blocks.mixer.init_cache(lead, batch, length)
+    model.cache = (batch, length)
+    model.applier = self.applier.for_batch(batch)
     return model
+
+  @property
+  def stacks(self) -> list[nnx.Module]:
+    """The stacks of its layers, in order."""
+    return list(self.layers) if isinstance(self.layers, nnx.List) else [self.layers]
+
+  def lay_out(self, mesh: jax.sharding.Mesh | None = None, *, donate: bool = False) -> None:
+    """Puts the arrays of its stacks in the order that its applier needs, in place.
+
+    Args:
+      mesh: default: the one in context.
+      donate: see `Applier.lay_out`.
+    """
+    if not isinstance(self.layers, nnx.List):
+      self.layers = self.applier.lay_out(self.layers, mesh, donate=donate)
+      return
+    for i, group in enumerate(self.layers):
+      self.layers[i] = self.applier.lay_out(group, mesh, donate=donate)
 
   def hf_names(self) -> dict[str, str]:
     """Its modules, layer by layer, -> the names they have in a checkpoint of its family.
 
     Returns:
       {'layers.0.attn.q': 'model.layers.0.self_attn.q_proj', ..., 'norm': 'model.norm'}; a tied head
-      has no name.
+      has no name. Experts have names of their own where each has tensors of its own in a file.
     """
-    held = {_parts.path_name(path[:-1]) for path in _parts.variables(self)}
-    family = _registry.families.get(self.config.family)
-    names = {}
-    for ours, theirs in family.adapter_modules.items():
-      if ours in held and '{layer}' not in theirs:
-        names[ours] = theirs
-      elif ours in held:
-        for i in range(self.config.layers):
-          names[ours.replace('layers', f'layers.{i}', 1)] = theirs.format(layer=i)
+    held = {path[:-1] for path in _parts.variables(self)}
+    theirs = _registry.families.get(self.config.family).adapter_modules
+    nodes, names = dict(nnx.iter_graph(self)), {}
+    for path in held:
+      name = theirs.get(_parts.path_name(groups.plain_path(path)))
+      if name is None:
+        continue
+      lead = groups.layers_at(path, self.config).shape if '{layer}' in name else ()
+      if '{expert}' in name:
+        lead = (*lead, nodes[path].shape[0])
+      for index in np.ndindex(*lead):
+        number, own = self._number(path, index), self.layer_name(path, index)
+        expert = str(index[-1]) if index else ''
+        names[own] = name.replace('{layer}', str(number)).replace('{expert}', expert)
     return names
+
+  def layer_name(self, path: tuple, index: tuple[int, ...]) -> str:
+    """The name of one layer of a stack, by its number in the model: 'layers.7.attn.q'.
+
+    Args:
+      path: of a layer, ('layers', 1, 'runs', 0, 'attn', 'q') or ('layers', 'attn', 'q').
+      index: which of the stack, one number per stack axis; of experts one more, which the name has
+        in front of its last word: 'layers.7.mlp.experts.3.up'.
+    """
+    if path[:1] != ('layers',):
+      return _parts.path_name(path)
+    experts = index[groups.layers_at(path, self.config).ndim :]
+    inner = groups.plain_path(path)[1:]
+    words = ('layers', self._number(path, index), *inner[:-1], *experts, *inner[-1:])
+    return _parts.path_name(words)
+
+  def _number(self, path: tuple, index: tuple[int, ...]) -> int | None:
+    """Which layer of the model it is; None outside of the layers."""
+    if path[:1] != ('layers',):
+      return None
+    numbers = groups.layers_at(path, self.config)
+    return int(numbers[index[: numbers.ndim]])
 
   def _positions(
     self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
   ) -> jax.Array:
-    if tokens.ndim != 2:
-      raise ValueError(f'tokens have shape {tokens.shape}; expected [batch, length].')
+    shape = getattr(tokens, 'shape', None)
+    if shape is None or len(shape) != 2 or 0 in shape:
+      given = f'are a {type(tokens).__name__}' if shape is None else f'have shape {shape}'
+      raise ValueError(f'tokens {given}; expected an array [batch, length], neither of them 0.')
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+      raise ValueError(f'tokens are {tokens.dtype}; expected whole numbers.')
     batch, length = tokens.shape
     if segment_ids is not None and segment_ids.shape != tokens.shape:
       raise ValueError(f'segment_ids have shape {segment_ids.shape}; expected {tokens.shape}.')
-    if self.layers.attn.cached_k is not None:
-      _check_cached(self.layers.attn.cached_k[...].shape, tokens, positions, segment_ids)
+    if self.cache is not None:
+      _check_cached(self.cache, tokens, positions, segment_ids)
     if positions is None:
       return jnp.arange(length, dtype=jnp.int32)[None, :]
     if positions.shape not in ((batch, length), (1, length)):
@@ -238,7 +254,7 @@ class Decoder(nnx.Module):
 
 
 def _check_cached(
-  cache: tuple[int, ...],
+  cache: tuple[int, int],
   tokens: jax.Array,
   positions: jax.Array | None,
   segment_ids: jax.Array | None,
@@ -247,17 +263,61 @@ def _check_cached(
     raise ValueError('positions are needed with a cache: they say where tokens go.')
   if segment_ids is not None:
     raise ValueError('segment_ids cannot be used with a cache: a cache holds one text per row.')
-  if tokens.shape[0] != cache[1] or tokens.shape[1] > cache[2]:
+  if tokens.shape[0] != cache[0] or tokens.shape[1] > cache[1]:
     raise ValueError(
-      f'tokens have shape {tokens.shape}; the cache is for batch {cache[1]} and length {cache[2]}.'
+      f'tokens have shape {tokens.shape}; the cache is for batch {cache[0]} and length {cache[1]}.'
     )
 
 
+def _head(config: DecoderConfig, rngs: nnx.Rngs) -> Dense:
+  ends = ({'embed': config.embed}, {'vocab': config.vocab})
+  return Dense(*ends, dtype=jnp.dtype(config.dtype), rngs=rngs, role='head')
+
+
+class TokenEmbeds(nnx.Module):
+  """What every layer's `TokenEmbed` reads: an embedding of the token, and a view of the stream.
+
+  Attributes:
+    table: Embedding [vocab, layers * size].
+    project: Dense embed -> layers * size.
+    norm: RMSNorm over size.
+  """
+
+  def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    c, dtype = config, jnp.dtype(config.dtype)
+    size = c.layers * c.per_layer_embed
+    self.table = Embedding(c.per_layer_vocab, size, dtype=dtype, rngs=rngs)
+    ends = ({'embed': c.embed}, {'token_embeds': size})
+    self.project = Dense(*ends, dtype=dtype, rngs=rngs, role='mlp')
+    self.norm = RMSNorm(
+      c.per_layer_embed, eps=c.norm_eps, unit_offset=c.norm_unit_offset, dtype=dtype
+    )
+    self.config = config
+
+  def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """tokens [batch, length], x [batch, length, embed] -> [batch, length, layers, size]."""
+    c = self.config
+    shape = (*tokens.shape, c.layers, c.per_layer_embed)
+    own = self.table(tokens) * jnp.asarray(c.per_layer_embed**0.5, x.dtype)
+    seen = self.project(x) * jnp.asarray(c.embed**-0.5, x.dtype)
+    both = self.norm(seen.reshape(shape)) + own.reshape(shape)
+    return both * jnp.asarray(2**-0.5, x.dtype)
+
+
+def constants(config: DecoderConfig) -> dict[tuple, jax.Array]:
+  """The constants of the layers that a config tells, by path, each stacked like its layers."""
+  found = {}
+  every = groups.groups(config)
+  plain = len(every) == 1 and not every[0].nested
+  for i, group in enumerate(every):
+    for j, (kind, _) in enumerate(group.runs):
+      path: tuple = ('layers',) if plain else ('layers', i)
+      path = (*path, 'runs', j) if group.nested else path
+      for inner, value in block.layer_constants(config, group.numbers(j), kind).items():
+        found[*path, *inner] = value
+  return found
+
+
 def layer_constants(config: DecoderConfig) -> dict[str, jax.Array]:
-  """The constants of attention that differ per layer, by name, each [layers, ...]."""
-  ropes = [config.layer_rope(i) for i in range(config.layers)]
-  frequencies = [rope.inverse_frequencies(r, config.head_dim) for r in ropes]
-  constants = {'rope_frequencies': jnp.asarray(frequencies)}
-  if config.windows:
-    constants['window'] = jnp.asarray(config.windows, jnp.int32)
-  return constants
+  """The constants of attention, by name, each [layers, ...], where all layers are of one kind."""
+  return {path[-1]: v for path, v in constants(config).items() if path[:2] == ('layers', 'attn')}

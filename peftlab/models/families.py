@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from peftlab import _registry
+from peftlab.formats.hf_views import PlainView
 from peftlab.models.config import DecoderConfig
 
 _NEEDED = object()
@@ -21,12 +22,16 @@ class WeightMap:
   """Names of a family's tensors in one file format.
 
   Attributes:
-    modules: our module ('layers.attn.q') -> the file's ('model.layers.{layer}.self_attn.q_proj').
+    modules: our module ('layers.attn.q') -> the file's ('model.layers.{layer}.self_attn.q_proj');
+      with '{expert}' where each expert has a tensor of its own.
     suffixes: our array of a module ('kernel') -> what follows the file's module ('.weight').
+    arrays: our array ('layers.attn.sinks') -> the file's whole name, where it is no such pair.
     out_first: a matrix lies as [out, in] in the file, not as [in, out].
+    in_first: modules whose matrices nevertheless lie as [in, out].
     change: `change(path, array, config) -> array` on a file's array, before its dimensions are
       brought into ours.
     ignored: patterns of tensors that hold nothing to load (full match).
+    unread: further such patterns, that depend on the config.
   """
 
   modules: Mapping[str, str]
@@ -38,12 +43,17 @@ class WeightMap:
       'bias': '.bias',
     }
   )
+  arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
   out_first: bool = True
+  in_first: tuple[str, ...] = ()
   change: Callable[[str, np.ndarray, DecoderConfig], np.ndarray] = lambda path, array, config: array
   ignored: tuple[str, ...] = ()
+  unread: Callable[[DecoderConfig], tuple[str, ...]] = lambda config: ()
 
   def name(self, path: str) -> str:
     """The file's name of our array 'layers.attn.q.kernel', with '{layer}' where there is one."""
+    if path in self.arrays:
+      return self.arrays[path]
     module, _, leaf = path.rpartition('.')
     return self.modules[module] + self.suffixes[leaf]
 
@@ -55,10 +65,12 @@ class Format:
   Attributes:
     config: `config(source) -> DecoderConfig`, from a reader in `peftlab.formats`.
     weights: the names.
+    view: what the tensors of a reader mean, where that is not what they are: other names, codes.
   """
 
   config: Callable[[Any], DecoderConfig]
   weights: WeightMap
+  view: Callable[[Any], Any] = PlainView
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,11 +81,13 @@ class Family:
     formats: 'hf', 'gguf' or 'npz' -> Format.
     model_types: `model_type` in config.json that means this family.
     architectures: `general.architecture` in GGUF that means it.
+    sizes: the named models of the family -> the fields of their config.json.
   """
 
   formats: Mapping[str, Format]
   model_types: tuple[str, ...] = ()
   architectures: tuple[str, ...] = ()
+  sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
   @property
   def adapter_modules(self) -> Mapping[str, str]:
@@ -115,6 +129,13 @@ class Fields:
       expected = ' or '.join(k.__name__ for k in kinds)
       raise ValueError(f'{self.subject} has {name!r} = {value!r}; expected {expected}.')
     return value
+
+  def optional(self, name: str, kind: type | tuple[type, ...], absent: Any) -> Any:
+    """The field `name`; None where it is null, `absent` where it is not there at all."""
+    if name in self._values:
+      return self.take(name, kind, None)
+    self._taken.add(name)
+    return absent
 
   def count(self, name: str, default: Any = _NEEDED, *, limit: int = 2**24) -> int:
     """The field `name` as a size, between 1 and `limit`.

@@ -8,8 +8,9 @@ import numpy as np
 
 from peftlab import _registry
 from peftlab.formats.gguf import GGUFFile
+from peftlab.formats.hf_views import PlainView, TextView
 from peftlab.formats.hf_weights import HfWeights
-from peftlab.models import hugging_face, llama
+from peftlab.models import gemma2, hugging_face, llama
 from peftlab.models.config import DecoderConfig, Rope
 from peftlab.models.families import MOST_LAYERS, Family, Fields, Format, WeightMap
 
@@ -17,13 +18,12 @@ GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 PATTERN = 6  # every sixth layer sees all tokens
 _27B_LAYERS = 62
 
-HF_MODULES = llama.HF_MODULES | {
+HF_MODULES = gemma2.HF_MODULES | {
   'layers.attn.q_norm': 'model.layers.{layer}.self_attn.q_norm',
   'layers.attn.k_norm': 'model.layers.{layer}.self_attn.k_norm',
-  'layers.post_attn_norm': 'model.layers.{layer}.post_attention_layernorm',
-  'layers.mlp_norm': 'model.layers.{layer}.pre_feedforward_layernorm',
-  'layers.post_mlp_norm': 'model.layers.{layer}.post_feedforward_layernorm',
 }
+# The text model in the files of one that sees images (4B and larger).
+WRAPPED = {'language_model.model.': 'model.', 'language_model.lm_head.': 'lm_head.'}
 GGUF_MODULES = llama.GGUF_MODULES | {
   'layers.attn.q_norm': 'blk.{layer}.attn_q_norm',
   'layers.attn.k_norm': 'blk.{layer}.attn_k_norm',
@@ -38,17 +38,17 @@ def hf_config(source: HfWeights) -> DecoderConfig:
   Raises:
     ValueError: a field that is missing, unknown, or of a value that is not supported.
   """
-  f = Fields(source.config, f"'{source.directory / 'config.json'}'")
+  f = hugging_face.fields_of(source)
   embed, bias = f.count('hidden_size'), f.take('attention_bias', bool, False)
   rope, local_rope = _hf_ropes(f)
   layers = f.count('num_hidden_layers', limit=MOST_LAYERS)
   config = DecoderConfig(
-    vocab=f.count('vocab_size'),
+    vocab=f.count('vocab_size', 262_208),
     layers=layers,
     embed=embed,
     mlp=f.count('intermediate_size'),
-    q_heads=f.count('num_attention_heads'),
-    kv_heads=f.count('num_key_value_heads'),
+    q_heads=f.count('num_attention_heads', 8),
+    kv_heads=f.count('num_key_value_heads', 4),
     head_dim=f.count('head_dim', 256),
     max_length=f.count('max_position_embeddings', 131_072),
     norm_eps=f.take('rms_norm_eps', float, 1e-6),
@@ -82,24 +82,8 @@ def _always(embed: int) -> dict[str, Any]:
 
 
 def _hf_windows(f: Fields, layers: int) -> tuple[int, ...]:
-  window = f.count('sliding_window', 4096)
   pattern = f.count('sliding_window_pattern', f.count('_sliding_window_pattern', PATTERN))
-  sizes = {'sliding_attention': window, 'full_attention': 0}
-  types = f.take('layer_types', list, None)
-  if types is None:
-    return pattern_windows(layers, window, pattern)
-  for name in types:
-    if name not in sizes:
-      near = _registry.did_you_mean(name, sizes)
-      raise ValueError(
-        f'{f.subject} has the layer type {name!r}{near or "."} Supported: {", ".join(sizes)}.'
-      )
-  return tuple(sizes[name] for name in types)
-
-
-def pattern_windows(layers: int, window: int, pattern: int) -> tuple[int, ...]:
-  """Windows where each `pattern`-th layer has none: (w, w, 0, w, ...) for 3."""
-  return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
+  return gemma2.windows(f, layers, f.count('sliding_window', 4096), pattern)
 
 
 def _hf_ropes(f: Fields) -> tuple[Rope, Rope]:
@@ -146,7 +130,7 @@ def gguf_config(source: GGUFFile) -> DecoderConfig:
     tied='output.weight' not in source,
     rope=llama.gguf_rope(f, source),
     local_rope=Rope(theta=f.take('rope.freq_base_swa', float, LOCAL_THETA)),
-    windows=pattern_windows(layers, window, pattern),
+    windows=gemma2.pattern_windows(layers, window, pattern),
     attention_scale=query_scalar**-0.5,
     attention_softcap=f.take('attn_logit_softcapping', float, None),
     logit_softcap=f.take('final_logit_softcapping', float, None),
@@ -162,14 +146,48 @@ def _without_one(path: str, array: np.ndarray, config: DecoderConfig) -> np.ndar
   return array - 1.0 if path.endswith('.scale') else array
 
 
+def _view(source: HfWeights) -> PlainView:
+  wrapped = source.config.get('model_type') == 'gemma3'
+  return TextView(source, WRAPPED) if wrapped else PlainView(source)
+
+
+def _size(hidden: int, mlp: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+  return {
+    'vocab_size': 262_144,
+    'hidden_size': hidden,
+    'intermediate_size': mlp,
+    'num_hidden_layers': layers,
+    'num_attention_heads': heads,
+    'num_key_value_heads': 1,
+    'max_position_embeddings': 32_768,
+    'sliding_window': 512,
+    **fields,
+  }
+
+
 FAMILY = Family(
   formats={
-    'hf': Format(config=hf_config, weights=WeightMap(modules=HF_MODULES)),
+    'hf': Format(config=hf_config, weights=WeightMap(modules=HF_MODULES), view=_view),
     'gguf': Format(
       config=gguf_config, weights=WeightMap(modules=GGUF_MODULES, change=_without_one)
     ),
   },
-  model_types=('gemma3_text',),
+  model_types=('gemma3_text', 'gemma3'),
   architectures=('gemma3',),
+  sizes={
+    'gemma3-270m': _size(640, 2048, 18, 4),
+    'gemma3-1b': _size(1152, 6912, 26, 4),
+    'gemma3-4b': _size(
+      2560,
+      10_240,
+      34,
+      8,
+      vocab_size=262_208,
+      num_key_value_heads=4,
+      max_position_embeddings=131_072,
+      sliding_window=1024,
+      rope_scaling={'rope_type': 'linear', 'factor': 8.0},
+    ),
+  },
 )
 _registry.families.register('gemma3')(FAMILY)

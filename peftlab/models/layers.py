@@ -24,6 +24,7 @@ class Dense(nnx.Module):
     bias: [*out] or None.
     in_dims: how many leading dimensions of the kernel are contracted.
     shape: of the kernel of one layer, without stack axes.
+    role: attention, mlp, router or head: the word that names such layers in `where`.
   """
 
   def __init__(
@@ -34,6 +35,7 @@ class Dense(nnx.Module):
     rngs: nnx.Rngs,
     bias: bool = False,
     dtype: Any = jnp.float32,
+    role: str | None = None,
   ):
     """Random weights of variance 1 / in.
 
@@ -43,6 +45,7 @@ class Dense(nnx.Module):
       rngs: has the stream 'params'.
       bias: whether to add one, starting at 0.
       dtype: of the weights.
+      role: what it is for, or None.
     """
     shape = (*inputs.values(), *outputs.values())
     deviation = math.prod(inputs.values()) ** -0.5
@@ -52,6 +55,7 @@ class Dense(nnx.Module):
     self.bias = nnx.Param(zeros, axes=tuple(outputs)) if bias else None
     self.in_dims = len(inputs)
     self.shape = shape
+    self.role = role
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [..., *in] -> [..., *out], in the dtype of x."""
@@ -100,11 +104,16 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [..., size] -> the same shape and dtype."""
-    wide = x.astype(jnp.float32)
     factor = self.scale[...].astype(jnp.float32) + (1.0 if self.unit_offset else 0.0)
-    rms = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
     factor = factor.reshape((1,) * (x.ndim - 1) + factor.shape)
-    return (wide * rms * factor).astype(x.dtype)
+    return (unit_rms(x.astype(jnp.float32), self.eps) * factor).astype(x.dtype)
+
+
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+  """x [..., size] / its root mean square over the last dimension, in float32; of x's dtype."""
+  wide = x.astype(jnp.float32)
+  rms = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+  return (wide * rms).astype(x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -129,5 +138,6 @@ class Embedding(nnx.Module):
     return jax.lax.dot_general(x, self.table[...].astype(x.dtype), (contracted, ((), ())))
 
 
-_kernel.register_layer(Dense, _dense_layout)
-_kernel.register_layer(Embedding, 'in out', weight='table', bias=None, linear=False)
+_kernel.register_layer(Dense, _dense_layout, check=False)
+_kernel.register_norm(RMSNorm)
+_kernel.register_layer(Embedding, 'in out', weight='table', bias=None, linear=False, check=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from peftlab import _registry
@@ -47,31 +49,19 @@ def hf_config(source: HfWeights) -> DecoderConfig:
   Raises:
     ValueError: a field that is missing, unknown, or of a value that is not supported.
   """
-  f = Fields(source.config, f"'{source.directory / 'config.json'}'")
-  embed, q_heads = f.count('hidden_size'), f.count('num_attention_heads')
-  theta = f.take('rope_theta', float, 10_000.0)
-  rope = f.take('rope_parameters', dict, f.take('rope_scaling', dict, {}))
+  f = hugging_face.fields_of(source)
+  sizes = hugging_face.sizes(f)
   attention_bias, mlp_bias = f.take('attention_bias', bool, False), f.take('mlp_bias', bool, False)
   config = DecoderConfig(
     family='llama',
-    vocab=f.count('vocab_size'),
-    layers=f.count('num_hidden_layers', limit=MOST_LAYERS),
-    embed=embed,
-    mlp=f.count('intermediate_size'),
-    q_heads=q_heads,
-    kv_heads=f.count('num_key_value_heads', q_heads),
-    head_dim=f.count('head_dim', embed // q_heads),
-    max_length=f.count('max_position_embeddings'),
-    norm_eps=f.take('rms_norm_eps', float),
+    **sizes,
     activation=f.choose('hidden_act', hugging_face.ACTIVATIONS, 'silu'),
-    tied=f.take('tie_word_embeddings', bool, False),
-    rope=hugging_face.read_rope(rope, f'{f.subject}, rope', theta=theta),
+    rope=hugging_face.rope_of(f, theta=10_000.0, max_length=sizes['max_length']),
     qkv_bias=attention_bias,
     o_bias=attention_bias,
     mlp_bias=mlp_bias,
   )
   f.expect('pretraining_tp', 1)
-  f.expect('attention_dropout', 0.0)
   f.finish(hugging_face.HARMLESS)
   return config
 
@@ -139,6 +129,28 @@ def _unpermute(path: str, array: np.ndarray, config: DecoderConfig) -> np.ndarra
   return undo_rope_permutation(array, n_heads=heads[module])
 
 
+def _llama3(hidden: int, mlp: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+  return {
+    'vocab_size': 128_256,
+    'hidden_size': hidden,
+    'intermediate_size': mlp,
+    'num_hidden_layers': layers,
+    'num_attention_heads': heads,
+    'num_key_value_heads': 8,
+    'max_position_embeddings': 131_072,
+    'rms_norm_eps': 1e-5,
+    'rope_theta': 500_000.0,
+    'rope_scaling': {
+      'rope_type': 'llama3',
+      'factor': 32.0 if fields else 8.0,
+      'low_freq_factor': 1.0,
+      'high_freq_factor': 4.0,
+      'original_max_position_embeddings': 8192,
+    },
+    **fields,
+  }
+
+
 FAMILY = Family(
   formats={
     'hf': Format(
@@ -154,5 +166,13 @@ FAMILY = Family(
   },
   model_types=('llama',),
   architectures=('llama',),
+  sizes={
+    # Llama 3.2 (1B, 3B) and 3.1.
+    'llama3-1b': _llama3(2048, 8192, 16, 32, tie_word_embeddings=True),
+    'llama3-3b': _llama3(3072, 8192, 28, 24, tie_word_embeddings=True),
+    'llama3-8b': _llama3(4096, 14_336, 32, 32),
+    'llama3-70b': _llama3(8192, 28_672, 80, 64),
+    'llama3-405b': _llama3(16_384, 53_248, 126, 128),
+  },
 )
 _registry.families.register('llama')(FAMILY)

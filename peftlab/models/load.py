@@ -6,20 +6,55 @@ from collections.abc import Mapping
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from peftlab import _registry, _specs
-from peftlab.formats import packages
+from peftlab._sites import Patterns
+from peftlab.appliers.applier import Applier
+from peftlab.formats import files, packages
 from peftlab.formats.gguf import GGUFFile
 from peftlab.formats.hf_weights import HfWeights
-from peftlab.models import decoder, gemma3, glassllm, llama, weights
+from peftlab.models import (
+  decoder,
+  deepseek_v3,
+  gemma2,
+  gemma3,
+  gemma4,
+  glassllm,
+  gpt_oss,
+  llama,
+  mixtral,
+  qwen3,
+  qwen3_moe,
+  qwen3_next,
+  smollm2,
+  weights,
+)
 from peftlab.models.config import DTYPES, check_choice
 from peftlab.models.families import Family, Format
+from peftlab.quant import saved as bases
+from peftlab.quant import streaming
+from peftlab.quant.quantizer import Quantizer
 
-BUILT_IN = (gemma3, glassllm, llama)  # importing them registers their families
+# Importing them registers their families.
+BUILT_IN = (
+  deepseek_v3,
+  gemma2,
+  gemma3,
+  gemma4,
+  glassllm,
+  gpt_oss,
+  llama,
+  mixtral,
+  qwen3,
+  qwen3_moe,
+  qwen3_next,
+  smollm2,
+)
 
 # What follows 'package:' -> (distribution, file in it).
 PACKAGES: Mapping[str, tuple[str, str]] = {
@@ -34,9 +69,14 @@ def load_model(
   mesh: jax.sharding.Mesh | None = None,
   *,
   applier: str | Any = 'scan',
-  dtype: str = 'float32',
+  dtype: str | Any = 'float32',
   rules: _specs.Rules | None = None,
   remat: str | None = None,
+  quant: str | Quantizer | None = None,
+  tile: int | str | None = None,
+  quant_where: Patterns = 'all-linear',
+  quant_exclude: Patterns = (),
+  saved: str | os.PathLike[str] | None = None,
 ) -> decoder.Decoder:
   """A decoder with pretrained weights: `model(tokens [batch, length]) -> logits`.
 
@@ -48,33 +88,121 @@ def load_model(
       `PACKAGES`.
     mesh: where the arrays go, by their logical axes; None: the default device.
     applier: how the layers are run: a registered name, or an applier.
-    dtype: of weights and activations: float32, bfloat16 or float16.
+    dtype: of weights and activations: float32, bfloat16 or float16, as a word or as jnp.bfloat16.
     rules: logical axes -> mesh axes; None: those in force.
     remat: what an applier given by name recomputes in the backward pass; None: its own default.
+    quant: how weights are held: a quantizer or its name ('nf4'), 'file' (as they are in a GGUF
+      file), None: in `dtype`. Each tensor is quantized as it is read.
+    tile: inputs that share a scale, 'auto', or None; see `peftlab.quantize`.
+    quant_where: patterns of the layers that are quantized; embeddings and heads only by name.
+    quant_exclude: patterns of layers that are not.
+    saved: a folder for the quantized base: where it is there it is read, bit by bit, and nothing is
+      quantized; else it is written there.
 
   Raises:
-    ValueError: the source, the applier or the dtype is not known; the config has a field that is
-      not supported; a tensor is missing, one too many, or of another shape.
+    ValueError: the source, the applier, the dtype or the quantizer is not known; the config has a
+      field that is not supported; a tensor is missing, one too many, or of another shape; a tile
+      does not divide.
   """
-  check_choice('dtype', dtype, DTYPES)
-  if isinstance(applier, str):
-    options = {} if remat is None else {'remat': remat}
-    applier = _registry.appliers.get(applier)(**options)
-  path = source_path(source)
-  chosen, tensors = _open(path)
-  config = dataclasses.replace(chosen.config(tensors), dtype=dtype)
-  model = nnx.eval_shape(lambda: decoder.Decoder(config, rngs=nnx.Rngs(0), applier=applier))
-  constants = decoder.layer_constants(config)
+  if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+    raise ValueError(f'mesh is {mesh!r:.60}; expected a jax.sharding.Mesh or None.')
+  model, chosen, tensors = _outline(source, applier, dtype, remat)
+  request = _request(quant, tile, quant_where, quant_exclude)
+  if saved and request is None:
+    raise ValueError(f'saved is {os.fspath(saved)!r}, but no quantizer is given (quant=).')
+  origin = '' if request is None else f'{os.fspath(source)} {request} {model.config.dtype}'
+  if saved and bases.is_saved(saved):
+    restored = bases.load(model, saved, mesh=mesh, rules=rules, source=origin)
+    with _specs.use_rules(rules):
+      restored.lay_out(mesh, donate=True)
+    return restored
+  where = str(source_path(source))
+  loaded = _read(model, chosen, tensors, where=where, mesh=mesh, rules=rules, quant=request)
+  if saved:
+    bases.save(loaded, saved, source=origin)
+  with _specs.use_rules(rules):
+    loaded.lay_out(mesh, donate=True)
+  return loaded
+
+
+def _read(model: decoder.Decoder, chosen: Format, tensors: Any, **options: Any) -> decoder.Decoder:
+  """The model of shapes with its weights, and the constants that its config tells."""
+  constants, config = decoder.constants(model.config), model.config
   return weights.load_weights(
+    model, tensors, weights=chosen.weights, config=config, constants=constants, **options
+  )
+
+
+def _request(
+  quant: str | Quantizer | None, tile: int | str | None, where: Patterns, exclude: Patterns
+) -> streaming.Request | None:
+  if not quant:
+    if tile is not None:
+      raise ValueError(f'tile is {tile!r}, but no quantizer is given; name one (quant=).')
+    return None
+  return streaming.Request(quant=quant, tile=tile, where=where, exclude=exclude)
+
+
+def outline(
+  source: str | os.PathLike[str],
+  *,
+  applier: str | Any = 'scan',
+  dtype: str | Any = 'float32',
+  remat: str | None = None,
+  quant: str | Quantizer | None = None,
+  tile: int | str | None = None,
+  quant_where: Patterns = 'all-linear',
+  quant_exclude: Patterns = (),
+) -> decoder.Decoder:
+  """The decoder of a source as shapes: its config and the names of its weights are read.
+
+  Args and errors: see `load_model`.
+  """
+  model, chosen, tensors = _outline(source, applier, dtype, remat)
+  targets = weights.checked(
     model,
     tensors,
     weights=chosen.weights,
-    config=config,
-    constants={('layers', 'attn', name): value for name, value in constants.items()},
-    where=str(path),
-    mesh=mesh,
-    rules=rules,
+    config=model.config,
+    given=decoder.constants(model.config),
+    where=str(source_path(source)),
   )
+  request = _request(quant, tile, quant_where, quant_exclude)
+  if request is None:
+    return model
+  of = weights.kinds(targets, tensors)
+  return cast(Any, streaming.outline(model, request, kinds=lambda path: of.get(path, set())))
+
+
+def _outline(
+  source: str | os.PathLike[str], applier: str | Any, dtype: str | Any, remat: str | None
+) -> tuple[decoder.Decoder, Format, Any]:
+  """The model as shapes, the format and the reader of its weights."""
+  dtype = _dtype_name(dtype)
+  if isinstance(applier, str):
+    options = {} if remat is None else {'remat': remat}
+    applier = _registry.appliers.get(applier)(**options)
+  if not isinstance(applier, Applier):
+    names = ', '.join(_registry.appliers.names())
+    raise ValueError(f'applier is {applier!r:.60}; expected an applier or a name: {names}.')
+  chosen, tensors = _open(source_path(source))
+  config = dataclasses.replace(chosen.config(tensors), dtype=dtype)
+  model = nnx.eval_shape(lambda: decoder.Decoder(config, rngs=nnx.Rngs(0), applier=applier))
+  return model, chosen, tensors
+
+
+def _dtype_name(dtype: str | Any) -> str:
+  """'bfloat16' of that word, of jnp.bfloat16 and of np.dtype('bfloat16')."""
+  if not isinstance(dtype, str):
+    try:
+      name = jnp.dtype('O' if dtype is None else dtype).name
+    except TypeError:
+      name = 'object'
+    if name not in DTYPES:
+      raise ValueError(f'dtype is {dtype!r:.60}. Choices: {", ".join(DTYPES)}.')
+    return name
+  check_choice('dtype', dtype, DTYPES)
+  return dtype
 
 
 def source_path(source: str | os.PathLike[str]) -> pathlib.Path:
@@ -83,14 +211,17 @@ def source_path(source: str | os.PathLike[str]) -> pathlib.Path:
   Raises:
     ValueError: no such package, it is not installed, or no such file or folder.
   """
+  if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+    raise ValueError(f'No model {source!r:.60}; {_expected()}')
   kind, _, name = os.fspath(source).partition(':')
   if kind != 'package':
     path = pathlib.Path(source)
     if not path.exists():
-      raise ValueError(
-        f"No model '{source}'; expected a GGUF file, a folder with config.json and safetensors, or "
-        f'one of: {", ".join(f"package:{p}" for p in PACKAGES)}.'
-      )
+      near = files.near_path(path)
+      if not near:
+        near = _registry.did_you_mean(str(source), PACKAGES).replace("mean '", "mean 'package:")
+      expected = _expected()
+      raise ValueError(f"No model '{source}'{near or '.'} {expected[0].upper()}{expected[1:]}")
     return path
   if name not in PACKAGES:
     near = _registry.did_you_mean(name, PACKAGES)
@@ -98,12 +229,18 @@ def source_path(source: str | os.PathLike[str]) -> pathlib.Path:
   return packages.package_file(*PACKAGES[name])
 
 
+def _expected() -> str:
+  named = ', '.join(f'package:{p}' for p in PACKAGES)
+  return f'expected a GGUF file, a folder with config.json and safetensors, or one of: {named}.'
+
+
 def _open(path: pathlib.Path) -> tuple[Format, Any]:
   """The format and the reader of a model's file or folder."""
   if path.is_dir():
     tensors = HfWeights(path)
     given = tensors.config.get('model_type')
-    return _format('hf', given, f"'{path / 'config.json'}' has model_type", 'model_types'), tensors
+    chosen = _format('hf', given, f"'{path / 'config.json'}' has model_type", 'model_types')
+    return chosen, chosen.view(tensors)
   if path.suffix == '.npz':
     return glassllm.FAMILY.formats['npz'], glassllm.NpzWeights(path)
   tensors = GGUFFile(path)

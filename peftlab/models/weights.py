@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import functools
 import math
 import re
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _parts, _registry, _specs
+from peftlab import _packed, _parts, _registry, _specs
+from peftlab.models import groups
 from peftlab.models.config import DecoderConfig
+from peftlab.models.experts import ExpertDense
 from peftlab.models.families import WeightMap
+from peftlab.models.layers import Dense
+from peftlab.quant import streaming
 
 Path = tuple[str | int, ...]
+
+_SMALL = 2**18  # numbers in a stack that is put together before it is placed
 
 
 class Tensors(Protocol):
@@ -36,71 +42,126 @@ class Target:
 
   Attributes:
     path: of the array in the model.
-    names: one tensor, or one per layer of a stack.
-    stacked: whether the array has a layer axis at 0.
-    shape: of the array of one layer.
+    names: where in the array -> the tensor that lies there: {(): name} of a single array, {(3,):
+      name, ...} of a stack, {(3, 7): name, ...} of a stack of experts.
+    lead: sizes of the dimensions that those numbers count.
+    shape: of the others.
     dtype: of the array.
     file_shape: what each tensor must have.
     turn: a tensor -> an array of `shape`.
+    unturn: the inverse.
+    change: of a tensor as it lies in the file, or of its blocks, rows first.
+    packed: of a quantized weight its shapes, else None.
   """
 
   path: Path
-  names: tuple[str, ...]
-  stacked: bool
+  names: dict[tuple[int, ...], str]
+  lead: tuple[int, ...]
   shape: tuple[int, ...]
   dtype: Any
   file_shape: tuple[int, ...]
   turn: Callable[[np.ndarray], np.ndarray]
+  unturn: Callable[[np.ndarray], np.ndarray]
+  change: Callable[[np.ndarray], np.ndarray]
+  packed: Any = None
 
 
-def plan(model: nnx.Module, weights: WeightMap, config: DecoderConfig) -> list[Target]:
-  """Which tensors fill which arrays of an abstract model, largest first; constants left out."""
+def plan(
+  model: nnx.Module, weights: WeightMap, config: DecoderConfig, *, given: Collection[Path] = ()
+) -> list[Target]:
+  """Which tensors fill which arrays of an abstract model, largest first.
+
+  Args:
+    model: a decoder, whose arrays may be shapes.
+    weights: names in the file.
+    config: of the decoder.
+    given: paths of arrays that do not come from the file.
+  """
   nodes = dict(nnx.iter_graph(model))
   targets = []
   for path, variable in _parts.variables(model).items():
-    if isinstance(variable, _parts.Constant):
+    if path in given or isinstance(variable, nnx.LoRAParam) or not isinstance(variable, nnx.Param):
       continue
-    template = weights.name(_parts.path_name(path))
-    stacked = '{layer}' in template
-    count = config.layers if stacked else 1
-    shape = tuple(variable.shape)[1:] if stacked else tuple(variable.shape)
-    in_dims = nodes[path[:-1]].in_dims if path[-1] == 'kernel' else None
+    node, value = nodes[path[:-1]], variable.get_raw_value()
+    name = _parts.path_name(groups.plain_path(path))
+    names, lead = _names(path, weights.name(name), node, config)
+    shape = tuple(variable.shape)[len(lead) :]
+    file_shape, swap = _file_shape(path, node, shape, weights)
     targets.append(
       Target(
         path=path,
-        names=tuple(template.format(layer=i) for i in range(count)),
-        stacked=stacked,
+        names=names,
+        lead=lead,
         shape=shape,
         dtype=variable.dtype,
-        file_shape=shape if path[-1] == 'table' else _file_shape(shape, in_dims, weights),
+        file_shape=file_shape,
         turn=functools.partial(
-          _turn, path=path, shape=shape, in_dims=in_dims, weights=weights, config=config
+          _turn, name=name, shape=shape, swap=swap, weights=weights, config=config
         ),
+        unturn=functools.partial(_unturn, file_shape=file_shape, swap=swap),
+        change=functools.partial(_change, name=name, weights=weights, config=config),
+        packed=value if isinstance(value, _packed.Packed) else None,
       )
     )
   return sorted(targets, key=lambda t: -math.prod(t.shape))
 
 
-def _file_shape(shape: tuple[int, ...], in_dims: int | None, weights: WeightMap) -> tuple[int, ...]:
-  if in_dims is None:
-    return (math.prod(shape),)
-  ins, outs = math.prod(shape[:in_dims]), math.prod(shape[in_dims:])
-  return (outs, ins) if weights.out_first else (ins, outs)
+def _names(
+  path: Path, template: str, node: Any, config: DecoderConfig
+) -> tuple[dict[tuple[int, ...], str], tuple[int, ...]]:
+  """Where -> name, and the sizes of what counts there: layers, then experts."""
+  numbers = groups.layers_at(path, config) if '{layer}' in template else np.zeros((), int)
+  lead = numbers.shape + ((node.shape[0],) if '{expert}' in template else ())
+  names = {}
+  for index in np.ndindex(*lead):
+    layer = str(numbers[index[: numbers.ndim]])
+    expert = str(index[-1]) if index else ''
+    names[index] = template.replace('{layer}', layer).replace('{expert}', expert)
+  return names, lead
+
+
+def _file_shape(
+  path: Path, node: Any, shape: tuple[int, ...], weights: WeightMap
+) -> tuple[tuple[int, ...], bool]:
+  """What the file's tensor has, and whether the last two dimensions are the other way round."""
+  module = _parts.path_name(groups.plain_path(path[:-1]))
+  if path[-1] == 'bias' and isinstance(node, Dense):
+    return (math.prod(shape),), False
+  if path[-1] != 'kernel':
+    return shape, False
+  swap = weights.out_first and module not in weights.in_first
+  if isinstance(node, ExpertDense):
+    *outer, ins, outs = shape
+  else:
+    outer, cut = [], node.in_dims
+    ins, outs = math.prod(shape[:cut]), math.prod(shape[cut:])
+  return (*outer, *((outs, ins) if swap else (ins, outs))), swap
 
 
 def _turn(
   array: np.ndarray,
   *,
-  path: Path,
+  name: str,
   shape: tuple[int, ...],
-  in_dims: int | None,
+  swap: bool,
   weights: WeightMap,
   config: DecoderConfig,
 ) -> np.ndarray:
-  array = weights.change(_parts.path_name(path), array, config)
-  if in_dims is not None and weights.out_first:
-    array = array.T
-  return array.reshape(shape)
+  array = weights.change(name, array, config)
+  return (array.swapaxes(-1, -2) if swap else array).reshape(shape)
+
+
+def _change(
+  array: np.ndarray, *, name: str, weights: WeightMap, config: DecoderConfig
+) -> np.ndarray:
+  return weights.change(name, array, config)
+
+
+def _unturn(array: np.ndarray, *, file_shape: tuple[int, ...], swap: bool) -> np.ndarray:
+  if not swap:
+    return array.reshape(file_shape)
+  *outer, outs, ins = file_shape
+  return array.reshape((*outer, ins, outs)).swapaxes(-1, -2)
 
 
 def check(targets: list[Target], tensors: Tensors, *, ignored: tuple[str, ...], where: str) -> None:
@@ -112,7 +173,7 @@ def check(targets: list[Target], tensors: Tensors, *, ignored: tuple[str, ...], 
     ignored: patterns of tensors that need not be read.
     where: the file's name, for messages.
   """
-  wanted = {name: target.file_shape for target in targets for name in target.names}
+  wanted = {name: target.file_shape for target in targets for name in target.names.values()}
   found = tensors.tensors
   for name, shape in wanted.items():
     if name not in found:
@@ -134,50 +195,94 @@ def check(targets: list[Target], tensors: Tensors, *, ignored: tuple[str, ...], 
       )
 
 
+def checked(
+  model: nnx.Module,
+  tensors: Tensors,
+  *,
+  weights: WeightMap,
+  config: DecoderConfig,
+  given: Collection[Path],
+  where: str,
+) -> list[Target]:
+  """The targets of an abstract model, where a file has what they need; only names are read."""
+  targets = plan(model, weights, config, given=given)
+  ignored = (*weights.ignored, *weights.unread(config))
+  check(targets, tensors, ignored=ignored, where=where)
+  return targets
+
+
 def fill(
   targets: list[Target],
   tensors: Tensors,
   *,
   mesh: jax.sharding.Mesh | None,
   shardings: Mapping[Path, Any],
-) -> dict[Path, jax.Array]:
+) -> dict[Path, Any]:
   """Every target's array, placed. At no time is more than one tensor held beside the arrays.
 
   A stack is allocated once and each layer is written into it in place (its buffer is donated), so
   neither a second stack nor a list of layers ever exists.
   """
-  arrays = {}
+  arrays: dict[Path, Any] = {}
   for target in targets:
     sharding = None if mesh is None else shardings[target.path]
-    fill_one = _fill_stack if target.stacked else _fill_single
+    if target.packed is not None:
+      arrays[target.path] = streaming.fill(target.packed, _layers(target, tensors), sharding)
+      continue
+    fill_one = _fill_stack if target.lead else _fill_single
     arrays[target.path] = fill_one(target, tensors, sharding)
   return arrays
 
 
+def _layers(target: Target, tensors: Any) -> Iterator[tuple[tuple[int, ...], np.ndarray, bool]]:
+  """(place in the stack, tensor, whether it is GGUF blocks of the weight's own type) each."""
+  kind = target.packed.form.quantizer.gguf_kind
+  for index, name in target.names.items():
+    if kind is not None and getattr(tensors.tensors[name], 'kind', None) == kind:
+      yield index, target.change(tensors.blocks(name)), True
+    else:
+      yield index, target.turn(tensors[name]), False
+
+
+def kinds(targets: list[Target], tensors: Tensors) -> dict[Path, set[str]]:
+  """{path: the GGUF types of the tensors that fill it}; nothing for another format."""
+  every = {
+    t.path: {getattr(tensors.tensors[n], 'kind', '') for n in t.names.values()} for t in targets
+  }
+  return {path: found - {''} for path, found in every.items()}
+
+
 def _fill_single(target: Target, tensors: Tensors, sharding: Any) -> jax.Array:
   # A copy: the reader's array may be a view of the file, and the device may keep this one.
-  return _put(np.array(target.turn(tensors[target.names[0]]), target.dtype), sharding)
+  return _put(np.array(target.turn(tensors[target.names[()]]), target.dtype), sharding)
 
 
 def _fill_stack(target: Target, tensors: Tensors, sharding: Any) -> jax.Array:
-  stack = jnp.zeros((len(target.names), *target.shape), target.dtype, device=sharding)
+  if math.prod((*target.lead, *target.shape)) <= _SMALL:  # not worth a program of its own
+    small = np.empty((*target.lead, *target.shape), target.dtype)
+    for index, name in target.names.items():
+      small[index] = target.turn(tensors[name])
+    return _put(small, sharding)
+  stack = jnp.zeros((*target.lead, *target.shape), target.dtype, device=sharding)
   layer_sharding = None
   if sharding is not None:
-    spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+    spec = jax.sharding.PartitionSpec(*sharding.spec[len(target.lead) :])
     layer_sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
-  for index, name in enumerate(target.names):
+  for index, name in target.names.items():
     layer = _put(np.asarray(target.turn(tensors[name]), target.dtype), layer_sharding)
-    stack = _set_layer(sharding)(stack, layer, jnp.int32(index))
+    stack = _set_layer(sharding)(stack, layer, np.asarray(index, np.int32))
     stack.block_until_ready()  # else tensors pile up, waiting
   return stack
 
 
 @functools.cache
-def _set_layer(sharding: Any) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+def _set_layer(sharding: Any) -> Callable[[jax.Array, jax.Array, Any], jax.Array]:
   """Writes one layer into a stack, in place."""
 
   def set_layer(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+    start = [*index, *(jnp.int32(0) for _ in layer.shape)]
+    new = layer.reshape((1,) * len(index) + layer.shape)
+    return jax.lax.dynamic_update_slice(stack, new, start)
 
   return jax.jit(set_layer, donate_argnums=0, out_shardings=sharding)
 
@@ -199,14 +304,21 @@ def load_weights[Model: nnx.Module](
   where: str,
   mesh: jax.sharding.Mesh | None = None,
   rules: _specs.Rules | None = None,
+  quant: streaming.Request | None = None,
 ) -> Model:
   """An abstract model -> the model with its weights from a file and its constants.
+
+  With `quant` the weights that it names are quantized as they are read.
 
   Raises:
     ValueError: a tensor is missing, one too many, or of another shape; nothing was read then.
   """
-  targets = plan(model, weights, config)
-  check(targets, tensors, ignored=weights.ignored, where=where)
+  targets = checked(model, tensors, weights=weights, config=config, given=constants, where=where)
+  if quant is not None:
+    of = kinds(targets, tensors)
+    options: dict[str, Any] = {'kinds': lambda path: of.get(path, set()), 'mesh': mesh}
+    model = cast(Model, streaming.outline(model, quant, rules=rules, **options))
+    targets = plan(model, weights, config, given=constants)
   shardings = {} if mesh is None else _specs.shardings(model, mesh, rules)[0]
   arrays = fill(targets, tensors, mesh=mesh, shardings=shardings)
   for path, value in constants.items():

@@ -12,7 +12,7 @@ import pytest
 
 import peftlab
 from peftlab import _specs
-from peftlab.formats import safetensors_file
+from peftlab.formats import adapter_folder, files, safetensors_file
 from peftlab.plugins.lora import LoRA
 from peftlab.plugins.qwix_lora import QwixLoRA
 
@@ -221,3 +221,71 @@ def test_loading_twice_under_one_name_is_refused(saved):
   loaded = peftlab.load_adapter(Stacked(), saved[1])
   with pytest.raises(ValueError, match="already has an adapter named 'default'"):
     peftlab.load_adapter(loaded, saved[1])
+
+
+def content(folder):
+  return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob('*') if f.is_file()}
+
+
+@pytest.mark.parametrize(
+  ('given', 'said'),
+  (
+    ('', "Adapter folder is ''; expected the path"),
+    (None, 'Adapter folder is None; expected the path'),
+    ('file', "Adapter folder 'file' is a file; expected a folder"),
+    ('none/a', "Adapter folder 'none/a' cannot be made: 'none' does not exist"),
+    ('file/a', "Adapter folder 'file/a' cannot be made: 'file' is a file"),
+    ('/proc/a', "Adapter folder '/proc/a' cannot be "),
+  ),
+)
+def test_where_nothing_can_be_written_nothing_is(given, said, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'file').touch()
+  model = peftlab.attach(Stacked(), TYPES[0])[0]
+  with pytest.raises(ValueError, match=said):
+    peftlab.save_adapter(model, given)
+  assert [f.name for f in tmp_path.iterdir()] == ['file']
+
+
+@pytest.mark.parametrize('adapter', TYPES, ids=lambda a: type(a).__name__)
+def test_a_disk_that_is_full_leaves_what_was_there(adapter, tmp_path, monkeypatch):
+  peftlab.save_adapter(trained(Stacked(), adapter), tmp_path / 'old')
+  before = content(tmp_path)
+
+  def full(path, value):
+    del path, value
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(files, 'write_json', full)
+  for name in ('old', 'new'):
+    with pytest.raises(ValueError, match=rf"{name}' cannot be written: No space left on device"):
+      peftlab.save_adapter(trained(Stacked(), adapter, seed=1), tmp_path / name)
+  assert content(tmp_path) == before
+  assert [f.name for f in tmp_path.iterdir()] == ['old']
+
+
+def test_another_type_in_a_folder_leaves_no_file_of_the_first(tmp_path):
+  peftlab.save_adapter(trained(Stacked(), TYPES[0]), tmp_path / 'a')
+  peftlab.save_adapter(trained(Stacked(), TYPES[1]), tmp_path / 'a')
+  peftlab.save_adapter(trained(Stacked(), TYPES[1]), tmp_path / 'b')
+  assert content(tmp_path / 'a') == content(tmp_path / 'b')
+
+
+def test_a_folder_says_what_its_base_was_loaded_from(tmp_path):
+  model = trained(Stacked(), TYPES[0])
+  peftlab.save_adapter(model, tmp_path / 'a', source='package:some')
+  peftlab.save_adapter(model, tmp_path / 'b')
+  assert adapter_folder.source_of(tmp_path / 'a') == 'package:some'
+  assert adapter_folder.source_of(tmp_path / 'b') == ''
+  assert load(tmp_path / 'a') == load(tmp_path / 'b')
+  with pytest.raises(adapter_folder.OtherBaseError, match='made on another base, package:some:'):
+    peftlab.load_adapter(Stacked(seed=5), tmp_path / 'a')
+  card = tmp_path / 'a' / 'peftlab.json'
+  card.write_text(card.read_text().replace('package:some', 'package:other'))
+  with pytest.raises(ValueError, match='was edited'):
+    adapter_folder.source_of(tmp_path / 'a')
+
+
+def load(folder):
+  parts = peftlab.split(peftlab.load_adapter(Stacked(), folder))
+  return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(parts.adapter)]

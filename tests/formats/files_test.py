@@ -57,3 +57,73 @@ def test_bad_json_is_named(content, message, tmp_path):
   with pytest.raises(ValueError, match=message) as error:
     files.read_json(tmp_path / 'bad.json')
   assert str(error.value).startswith(f"JSON file '{tmp_path / 'bad.json'}'")
+
+
+@pytest.mark.parametrize(
+  ('given', 'meant'),
+  (
+    ('god.jsonl', 'good.jsonl'),
+    ('GOOD.jsonl', 'good.jsonl'),
+    ('good.txt', 'good.jsonl'),
+    ('texts/mise.txt', 'texts/mice.txt'),
+    ('txets/mice.txt', 'texts/mice.txt'),
+    ('txets/mise.txt', 'texts/mice.txt'),
+    ('text', 'texts'),
+    ('other.jsonl', ''),
+    ('texts/none.txt', ''),
+    ('texts/mice/x', ''),
+    ('hidden', ''),
+    ('good.jsonl', ''),
+  ),
+)
+def test_a_missing_path_has_the_nearest_one_part_by_part(given, meant, tmp_path, monkeypatch):
+  (tmp_path / 'texts').mkdir()
+  for name in ('good.jsonl', 'texts/mice.txt', '.hidden'):
+    (tmp_path / name).touch()
+  monkeypatch.chdir(tmp_path)
+  assert files.near_path(given) == (f"; did you mean '{meant}'?" if meant else '')
+  whole = f"; did you mean '{tmp_path / meant}'?" if meant else ''
+  assert files.near_path(tmp_path / given) == whole
+
+
+def test_only_files_of_the_suffixes_that_would_do_are_proposed(tmp_path):
+  for name in ('demos.txt', 'dema.py'):
+    (tmp_path / name).touch()
+  assert files.near_path(tmp_path / 'demo.py', suffixes=('.py',)).endswith("dema.py'?")
+  assert files.near_path(tmp_path / 'demo.py').endswith("demos.txt'?")
+
+
+@pytest.mark.parametrize(
+  ('given', 'said'),
+  (
+    ('', "Folder is ''; expected the path of a file or folder."),
+    (None, 'Folder is None; expected the path of a file or folder.'),
+    ('file', "Folder 'file' is a file; expected a folder."),
+    ('file/x', "Folder 'file/x' cannot be made: 'file' is a file."),
+    ('fodler/x', "'fodler' does not exist; did you mean 'folder'?"),
+    ('none/x', "Folder 'none/x' cannot be made: 'none' does not exist."),
+  ),
+)
+def test_where_nothing_can_be_written_is_told_before_it_is_tried(
+  given, said, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'file').touch()
+  (tmp_path / 'folder').mkdir()
+  with pytest.raises(ValueError, match='Folder') as error:
+    files.writable_folder(given, subject='Folder')
+  assert str(error.value).endswith(said)
+  assert {f.name for f in tmp_path.iterdir()} == {'file', 'folder'}
+
+
+def test_a_folder_or_one_to_be_made_is_writable(tmp_path):
+  for path in (tmp_path, tmp_path / 'new'):
+    assert files.writable_folder(path, subject='Folder') == path
+  assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.parametrize('given', ('', None, 3, ['a']))
+def test_what_is_no_path_is_told(given):
+  for existing in (files.existing_file, files.existing_folder):
+    with pytest.raises(ValueError, match=r'The path is .*; expected the path of a file or folder'):
+      existing(given)

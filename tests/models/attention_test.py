@@ -86,3 +86,39 @@ def test_a_window_counts_the_token_itself():
 def test_a_token_sees_its_own_segment_only():
   segments = jnp.asarray([[1, 1, 2, 2]])
   assert mask_of(segment_ids=segments) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+def sunk_by_hand(q, k, v, mask, sinks):
+  """Softmax over the keys and one more logit that has no value, in plain operations."""
+  groups = q.shape[2] // k.shape[2]
+  k, v = (jnp.repeat(a, groups, axis=2) for a in (k, v))
+  scores = jnp.where(mask[:, None], jnp.einsum('bqhd,bkhd->bhqk', q, k), -jnp.inf)
+  last = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+  weights = jax.nn.softmax(jnp.concatenate([scores, last], axis=-1), axis=-1)[..., :-1]
+  return jnp.einsum('bhqk,bkhd->bqhd', weights, v)
+
+
+def test_sinks_take_part_in_the_softmax_and_have_no_value():
+  q, k, v = random(2, 5, 4, 6), random(2, 5, 2, 6, seed=1), random(2, 5, 2, 3, seed=2)
+  sinks, mask = random(4, seed=3), jnp.asarray(np.tril(np.ones((1, 5, 5), bool)))
+  given = [jnp.asarray(a) for a in (q, k, v)]
+
+  def loss(function, *args):
+    return jnp.sum(jnp.sin(function(*args)))
+
+  ours = lambda q, k, v, s: attention.attend(q, k, v, mask, scale=1.0, sinks=s)  # noqa: E731
+  theirs = lambda q, k, v, s: sunk_by_hand(q, k, v, mask, s)  # noqa: E731
+  np.testing.assert_allclose(ours(*given, sinks), theirs(*given, sinks), rtol=1e-5, atol=1e-6)
+  grads = [
+    jax.grad(lambda *a, f=f: loss(f, *a), argnums=(0, 1, 2, 3))(*given, jnp.asarray(sinks))
+    for f in (ours, theirs)
+  ]
+  for found, expected in zip(*grads, strict=True):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_negative_position_is_not_written_into_a_cache():
+  cache = attention.empty_cache((), (2, 3, 4), dtype=jnp.float32, axes=('batch', 'length', 'x'))
+  new = jnp.ones((2, 2, 4))
+  attention.extend(cache, new, jnp.asarray([[0, -1], [2, 1]]), axes=('batch', 'length', 'x'))
+  np.testing.assert_array_equal(cache[...][..., 0], [[1, 0, 0], [0, 1, 1]])

@@ -4,19 +4,8 @@ import dataclasses
 
 import pytest
 
-from peftlab.models.config import DecoderConfig, Rope
-
-GOOD = DecoderConfig(
-  family='llama',
-  vocab=29,
-  layers=3,
-  embed=12,
-  mlp=20,
-  q_heads=4,
-  kv_heads=2,
-  head_dim=6,
-  max_length=32,
-)
+from peftlab.models.config import Rope
+from tests.models.small import SMALL
 
 
 @pytest.mark.parametrize(
@@ -42,13 +31,16 @@ GOOD = DecoderConfig(
 )
 def test_a_bad_decoder_config_is_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    dataclasses.replace(GOOD, **change)
+    dataclasses.replace(SMALL, **change)
 
 
 @pytest.mark.parametrize(
   ('options', 'message'),
   (
-    (dict(scaling='yarn'), r"Rope\.scaling is 'yarn'\. Choices: factors, linear, llama3, none\."),
+    (
+      dict(scaling='yarm'),
+      r"Rope\.scaling is 'yarm'; did you mean 'yarn'\? Choices: factors, linear",
+    ),
     (dict(theta=0.0), r'Rope\.theta is 0\.0; it must be a number above 0\.'),
     (dict(scaling='llama3', high_freq_factor=1.0), r'high_freq_factor is 1\.0; it must be above'),
   ),
@@ -60,6 +52,6 @@ def test_a_bad_rope_is_refused(options, message):
 
 def test_a_layer_with_a_window_has_the_local_rope():
   local = Rope(theta=3.0)
-  config = dataclasses.replace(GOOD, windows=(4, 0, 4), local_rope=local)
+  config = dataclasses.replace(SMALL, windows=(4, 0, 4), local_rope=local)
   assert [config.layer_rope(i) for i in range(3)] == [local, config.rope, local]
-  assert GOOD.layer_rope(0) == GOOD.rope
+  assert SMALL.layer_rope(0) == SMALL.rope

@@ -12,22 +12,12 @@ import pytest
 
 import peftlab
 from peftlab import _parts, appliers
-from peftlab.models.config import DecoderConfig, Rope
+from peftlab.models.config import Rope
 from peftlab.models.decoder import Decoder
+from tests.models.small import SMALL
 
-PLAIN = DecoderConfig(
-  family='llama',
-  vocab=29,
-  layers=3,
-  embed=12,
-  mlp=20,
-  q_heads=4,
-  kv_heads=2,
-  head_dim=6,
-  max_length=32,
-)
 RICH = dataclasses.replace(
-  PLAIN,
+  SMALL,
   norm_unit_offset=True,
   activation='gelu_tanh',
   tied=False,
@@ -45,7 +35,7 @@ RICH = dataclasses.replace(
   o_bias=True,
   mlp_bias=True,
 )
-CONFIGS = {'plain': PLAIN, 'rich': RICH}
+CONFIGS = {'plain': SMALL, 'rich': RICH}
 
 
 pytestmark = pytest.mark.usefixtures('quick_compiles')
@@ -75,7 +65,7 @@ def decoder(name, applier=appliers.Scan()):  # noqa: B008, it is frozen
   return model
 
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, PLAIN.vocab, (2, 12)), jnp.int32)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab, (2, 12)), jnp.int32)
 
 
 @jax.jit
@@ -91,7 +81,7 @@ def logits_of(model, *args, **kwargs):
 
 
 def test_the_layout_of_the_plain_decoder():
-  shapes = jax.tree.map(lambda a: a.shape, peftlab.split(abstract(PLAIN)).base)
+  shapes = jax.tree.map(lambda a: a.shape, peftlab.split(abstract(SMALL)).base)
   assert shapes == {
     'embed': {'table': (29, 12)},
     'layers': {
@@ -116,7 +106,7 @@ def test_the_layout_of_the_plain_decoder():
 
 def test_what_the_options_add_to_the_layout():
   plain, rich = (
-    {_parts.path_name(p) for p in _parts.variables(abstract(c))} for c in (PLAIN, RICH)
+    {_parts.path_name(p) for p in _parts.variables(abstract(c))} for c in (SMALL, RICH)
   )
   assert rich - plain == {
     'head.kernel',
@@ -153,7 +143,7 @@ def test_scan_equals_sequential(name):
     logits_of(decoder(name, applier), TOKENS)
     for applier in (appliers.Scan(), appliers.Sequential(), appliers.Scan(remat='full'))
   ]
-  chex.assert_shape(found[0], (2, 12, PLAIN.vocab))
+  chex.assert_shape(found[0], (2, 12, SMALL.vocab))
   chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
 
 
@@ -233,7 +223,9 @@ def test_activations_take_the_dtype_of_the_config_and_logits_are_float32():
 @pytest.mark.parametrize(
   ('cached', 'shapes', 'message'),
   (
-    (False, dict(tokens=(3,)), r'tokens have shape \(3,\); expected \[batch, length\]\.'),
+    (False, dict(tokens=(3,)), r'tokens have shape \(3,\); expected an array \[batch, length\]'),
+    (False, dict(tokens=(0, 3)), r'tokens have shape \(0, 3\); .*, neither of them 0\.'),
+    (False, dict(tokens=(2, 0)), r'tokens have shape \(2, 0\); .*, neither of them 0\.'),
     (False, dict(tokens=(2, 3), positions=(2, 4)), r'positions have shape \(2, 4\); expected \(2'),
     (False, dict(tokens=(2, 3), segment_ids=(1, 3)), r'segment_ids have shape \(1, 3\); expected'),
     (True, dict(tokens=(2, 3)), 'positions are needed with a cache'),
@@ -254,3 +246,11 @@ def test_wrong_arguments_are_named(cached, shapes, message):
 def test_a_cache_of_wrong_size_is_refused(batch, length):
   with pytest.raises(ValueError, match=r'between 1 and max_length \(32\)\.'):
     decoder('plain').init_cache(batch, length)
+
+
+def test_tokens_are_an_array_of_whole_numbers():
+  model = abstract(SMALL)
+  with pytest.raises(ValueError, match=r'tokens are a list; expected an array \[batch, length\]'):
+    jax.eval_shape(lambda: model([[1, 2]]))
+  with pytest.raises(ValueError, match='tokens are float32; expected whole numbers'):
+    jax.eval_shape(lambda: model(jnp.ones((1, 2))))

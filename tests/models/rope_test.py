@@ -68,3 +68,38 @@ def test_rotation_keeps_the_dtype():
   for layout in ('half', 'interleaved'):
     x = jnp.ones((1, 1, 1, 2), jnp.bfloat16)
     assert rope.rotate(x, cos, sin, layout=layout).dtype == jnp.bfloat16
+
+
+def test_yarn_keeps_what_turns_often_and_divides_what_turns_seldom():
+  # 4 pairs with theta 10^4: 1, 0.1, 0.01, 0.001. In a context of 628.3 tokens they turn 100, 10, 1
+  # and 0.1 times; t turns are those of pair 2 - log10(t): 50 of pair 0.30, half a turn of 2.30.
+  options = dict(scaling='yarn', factor=4.0, original_length=628, beta_fast=50.0, beta_slow=0.5)
+  plain = np.array([1, 0.1, 0.01, 0.001])
+  found = rope.inverse_frequencies(Rope(truncate=False, **options), 8)
+  low, high = (math.log(628 / (t * 2 * math.pi)) / math.log(10) for t in (50, 0.5))
+  stretched = np.clip((np.arange(4) - low) / (high - low), 0, 1)
+  assert 0 < stretched[1] < stretched[2] < 1
+  np.testing.assert_allclose(found, plain * (1 - stretched) + plain / 4 * stretched, rtol=1e-6)
+  whole = rope.inverse_frequencies(Rope(**options), 8)  # from pair 0 to pair 3
+  np.testing.assert_allclose(whole[[0, 3]], [1, 0.001 / 4], rtol=1e-6)
+  np.testing.assert_allclose(whole[1], 0.1 * (2 / 3 + 1 / 3 / 4), rtol=1e-6)
+
+
+def test_the_first_part_of_the_pairs_turns_where_it_is_proportional():
+  found = rope.inverse_frequencies(Rope(scaling='proportional', fraction=0.5), 8)
+  np.testing.assert_allclose(found, [1, 0.1, 0, 0], rtol=1e-6)
+
+
+def test_dimensions_behind_the_rotated_ones_pass():
+  x = jnp.arange(12.0).reshape(1, 2, 1, 6)
+  cos, sin = rope.angles(jnp.arange(2)[None, :], jnp.asarray([0.5, 0.25]))
+  turned = rope.rotate(x, cos, sin, layout='half')
+  np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+  np.testing.assert_allclose(turned[..., :4], rope.rotate(x[..., :4], cos, sin, layout='half'))
+
+
+def test_the_amplitude_multiplies_cosine_and_sine():
+  places, frequencies = jnp.arange(3)[None, :], jnp.asarray([0.5])
+  plain = rope.angles(places, frequencies)
+  for a, b in zip(rope.angles(places, frequencies, 1.5), plain, strict=True):
+    np.testing.assert_allclose(a, 1.5 * b, rtol=1e-6)
