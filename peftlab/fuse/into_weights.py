@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 import warnings
 
@@ -10,14 +10,17 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _adapter, _attach, _kernel, _layer, _parts, _sites
+from peftlab import _adapter, _attach, _kernel, _layer, _packed, _parts, _sites, _stack
+from peftlab.quant.layer import dense_class
 
 
 def fuse(model: nnx.Module, *, name: str = 'default') -> nnx.Module:
   """A model with one adapter merged into its kernels and taken off; the one given is untouched.
 
   Every fused kernel is computed in float32 and rounded once to its own dtype. All other arrays,
-  other adapters' included, are the very objects of the model given; to undo, keep that.
+  other adapters' included, are the very objects of the model given; to undo, keep that. A quantized
+  kernel is decoded in float32 first and comes out in the dtype that it had before it was quantized
+  (see `fuse_quantized` for a quantized one).
 
   A layer that shares its weight with another gets one of its own. Where the adapted layer is an
   embedding that is also the head (`model.tied`), the head is given a copy first (`model.untie()`),
@@ -30,18 +33,25 @@ def fuse(model: nnx.Module, *, name: str = 'default') -> nnx.Module:
     ValueError: no such adapter, a type that cannot be merged, or NaN or infinity in its arrays.
   """
   _attach.require(model, name)
-  chosen = [(s, a) for s in _sites.sites(model) if (a := _find(s, name)) is not None]
+  chosen = [(s, a) for s in _sites.sites(model, norms=True) if (a := _find(s, name)) is not None]
   for site, attached in chosen:
     _check(site, attached)
   fused = {site.path: _fused(site, attached) for site, attached in chosen}
+  biases = {site.path: _fused_bias(site, attached) for site, attached in chosen}
   model = _parts.merge(_parts.split(model))
   _untie(model, [site for site, _ in chosen if not site.kind.linear])
-  for site in _sites.sites(model):
+  for site in _sites.sites(model, norms=True):
     if site.path in fused:
       metadata = site.weight.get_metadata()
       own = type(site.weight)(fused[site.path])
       own.set_metadata(metadata)
       setattr(site.layer, site.kind.weight, own)
+      site.layer.__class__ = dense_class(type(site.layer))
+    if biases.get(site.path) is not None:
+      assert site.bias is not None
+      own = type(site.bias)(biases[site.path])
+      own.set_metadata(site.bias.get_metadata())
+      setattr(site.layer, str(site.kind.bias), own)
   return _attach.detach(model, name)
 
 
@@ -70,7 +80,7 @@ def _check(site: _sites.Site, attached: _layer.Attached) -> None:
   kind = type(attached.adapter)
   if not kind.mergeable:
     raise ValueError(f'{kind.__name__} cannot be merged into a kernel ({site.name}).')
-  for slot in attached.adapter.slots():
+  for slot in attached.slots():
     if not bool(jnp.isfinite(getattr(attached, slot)[...]).all()):
       raise ValueError(
         f'Adapter {attached.name!r} of {site.name} holds NaN or infinity in {slot!r}; nothing was '
@@ -80,26 +90,81 @@ def _check(site: _sites.Site, attached: _layer.Attached) -> None:
 
 def _fused(site: _sites.Site, attached: _layer.Attached) -> jax.Array:
   """The weight of a site, its stack axes included, with the adapter merged in."""
-  weight = site.weight.get_raw_value()
+  weight: Any = site.weight.get_raw_value()
   words, shape, stack = site.layout.words, site.shape, site.stack
+  dtype = weight.dtype
+  if isinstance(weight, _packed.Packed):
+    weight = weight.dense(jnp.float32)
 
   def one(w: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-    values = _adapter.Values({n: a.astype(jnp.float32) for n, a in arrays.items()})
+    values = _values(site, attached, arrays)
     matrix = _kernel.as_matrix(w, words).astype(jnp.float32)
     fused = attached.adapter.fuse(matrix, values)
-    return _kernel.from_matrix(fused.astype(w.dtype), words, shape)
+    return _kernel.from_matrix(fused.astype(dtype), words, shape)
 
-  def every(w: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
-    run = one
+  return _each_layer(one, weight, stack, attached)
+
+
+def _fused_bias(site: _sites.Site, attached: _layer.Attached) -> jax.Array | None:
+  """The bias of a site with the adapter merged in; None where the type leaves biases alone.
+
+  Raises:
+    ValueError: the layer has no bias, and needs one.
+  """
+  adapter = attached.adapter
+  if type(adapter).fuse_bias is _adapter.Adapter.fuse_bias:
+    return None
+  outs, layers = site.sizes['out'], site.layers
+  own = jnp.zeros((*layers, outs)) if site.bias is None else site.bias.get_raw_value()
+  rank = own.ndim - len(layers)
+  stack = tuple(range(len(layers))) if site.bias is None else _stack.place_axes(site.stack, rank)
+
+  def one(b: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    fused = adapter.fuse_bias(b.reshape(-1).astype(jnp.float32), _values(site, attached, arrays))
+    return fused.reshape(b.shape).astype(b.dtype)
+
+  fused = _each_layer(one, own, stack, attached)
+  if site.bias is not None:
+    return fused
+  if jnp.any(fused):
+    raise ValueError(f'{site.name} has no bias, which {type(adapter).__name__} needs to be merged.')
+  return None
+
+
+def _values(
+  site: _sites.Site, attached: _layer.Attached, arrays: Mapping[str, jax.Array]
+) -> _adapter.Values:
+  """What `fuse` gets: float32 but for integers, of shared arrays the site's part."""
+  found = {}
+  for name, slot in attached.slots().items():
+    array = arrays[name]
+    if slot.shared:
+      shape = _adapter.slot_shape(slot, attached.adapter, sizes=site.sizes)
+      array = _layer.part_of(array, shape)
+    inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+    found[name] = array.astype(jnp.float32) if inexact else array
+  return _adapter.Values(found)
+
+
+def _each_layer(
+  one: Callable[..., jax.Array], own: jax.Array, stack: tuple[int, ...], attached: _layer.Attached
+) -> jax.Array:
+  """`one(array of one layer, slots of it)` over the layer axes of an array; where it lies."""
+  variables = {slot: getattr(attached, slot) for slot in attached.slots()}
+  axes = {n: tuple(v.get_metadata().get('stack', ())) for n, v in variables.items()}
+  shared = {n: v[...] for n, v in variables.items() if stack and not axes[n]}
+  each = {n: v[...] for n, v in variables.items() if n not in shared}
+
+  def every(own: jax.Array, each: dict[str, jax.Array], shared: dict[str, Any]) -> jax.Array:
+    def run(array: jax.Array, slots: dict[str, jax.Array]) -> jax.Array:
+      return one(array, slots | shared)
+
     for _ in stack:
       run = jax.vmap(run)
-    fused = run(_front(w, stack), {n: _front(a, axes[n]) for n, a in arrays.items()})
+    fused = run(_front(own, stack), {n: _front(a, axes[n]) for n, a in each.items()})
     return jnp.moveaxis(fused, range(len(stack)), stack)
 
-  variables = {slot: getattr(attached, slot) for slot in attached.adapter.slots()}
-  axes = {n: tuple(v.get_metadata().get('stack', ())) for n, v in variables.items()}
-  arrays = {n: v[...] for n, v in variables.items()}
-  return jax.jit(every, out_shardings=weight.sharding)(weight, arrays)
+  return jax.jit(every, out_shardings=own.sharding)(own, each, shared)
 
 
 def _front(array: Any, axes: tuple[int, ...]) -> jax.Array:

@@ -2,4 +2,5 @@
 
 from peftlab.serve.decoding import generate as generate
 from peftlab.serve.decoding import stream as stream
+from peftlab.serve.pool import Pool as Pool
 from peftlab.serve.sampling import Sampling as Sampling

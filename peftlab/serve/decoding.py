@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peftlab import _parts, _specs
+from peftlab.serve import arguments
 from peftlab.serve import sampling as samplings
 from peftlab.serve.sampling import GREEDY, Sampling
 
@@ -49,9 +50,10 @@ def generate(
     ValueError: no prompt, an empty one, a token outside the vocabulary, or a text that would be
       longer than the model's max_length.
   """
-  texts: list[list[int]] = [[] for _ in prompts]
   options = dict(max_tokens=max_tokens, sampling=sampling, stop=stop, seed=seed)
-  for tokens in stream(model, prompts, **options):
+  steps = stream(model, prompts, **options)
+  texts: list[list[int]] = [[] for _ in prompts]
+  for tokens in steps:
     for text, token in zip(texts, tokens, strict=True):
       if token is not None:
         text.append(token)
@@ -68,46 +70,12 @@ def stream(
   seed: int | Sequence[int] = 0,
 ) -> Iterator[list[int | None]]:
   """Like `generate`, one token of every prompt at a time; None for a text that has ended."""
-  check(model, prompts, max_tokens)
-  keys = _keys(seed, len(prompts))
-  return _until_stopped(_tokens(model, prompts, max_tokens, sampling, keys), frozenset(stop))
-
-
-def check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-  """Raises ValueError where a model cannot continue some prompts by so many tokens."""
-  if not hasattr(model, 'init_cache'):
-    raise ValueError(f'{type(model).__name__} has no init_cache; expected a decoder.')
-  if max_tokens < 1:
-    raise ValueError(f'max_tokens is {max_tokens}; it must be at least 1.')
-  if not prompts:
-    raise ValueError('There is no prompt; expected one or more.')
-  vocab, longest = model.config.vocab, model.config.max_length
-  for number, prompt in enumerate(prompts):
-    if not len(prompt):
-      raise ValueError(f'Prompt {number} has no tokens; expected one or more.')
-    wrong = [token for token in prompt if not 0 <= token < vocab]
-    if wrong:
-      raise ValueError(
-        f'Prompt {number} has token {wrong[0]}; the vocabulary of the model is 0 to {vocab - 1}.'
-      )
-    if len(prompt) + max_tokens > longest:
-      room = longest - len(prompt)
-      fits = f'at most {room} fit' if room > 0 else 'a shorter prompt is needed'
-      raise ValueError(
-        f'Prompt {number} has {len(prompt)} tokens and max_tokens is {max_tokens}; the max_length '
-        f'of the model is {longest}: {fits}.'
-      )
-
-
-def _keys(seed: int | Sequence[int], count: int) -> jax.Array:
-  """A key for every prompt, [count]."""
-  seeds = [seed + i for i in range(count)] if isinstance(seed, int) else list(seed)
-  if len(seeds) != count or not all(0 <= s < 2**32 for s in seeds):
-    raise ValueError(
-      f'seed is {seed} for {count} prompts; expected one number of 0 to 2**32 - {count} or one for '
-      'each.'
-    )
-  return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+  arguments.check(model, prompts, max_tokens)
+  arguments.check_choice(sampling, stop)
+  keys = arguments.keys(seed, len(prompts))
+  return _until_stopped(
+    _tokens(model, prompts, max_tokens, sampling, keys), frozenset(map(int, stop))
+  )
 
 
 def _until_stopped(steps: Iterator[list[int]], stop: frozenset[int]) -> Iterator[list[int | None]]:
@@ -169,8 +137,7 @@ def _mesh(parts: _parts.Parts) -> Any:
 def _prefill(graph: nnx.GraphDef, size: int, kind: str) -> Any:
   """The pass over the prompts: their next tokens, and the state of the model with its caches.
 
-  Padded places are written behind the prompt, where nothing looks before the token that takes the
-  place has overwritten them.
+  Padding stands at place -1, that of no token: it leaves the caches as they are.
   """
 
   @jax.jit
@@ -186,7 +153,8 @@ def _prefill(graph: nnx.GraphDef, size: int, kind: str) -> Any:
     batch, longest = prompts.shape
     decoder: Any = _parts.merge(_parts.Parts(graph, adapter, base, state))
     model = decoder.init_cache(batch, size)
-    places = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), prompts.shape)
+    places = jnp.arange(longest, dtype=jnp.int32)[None, :]
+    places = jnp.where(places < lengths[:, None], places, jnp.int32(-1))
     hidden = model.hidden(prompts, positions=places)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = _choose(model.logits(last), keys, jnp.int32(0), kind, numbers)

@@ -27,6 +27,10 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
+    for name, kind in (('temperature', (int, float)), ('top_k', int), ('top_p', (int, float))):
+      value = getattr(self, name)
+      if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f'{name} is {value!r:.60}; expected a number.')
     if self.temperature and not _COLDEST <= self.temperature <= _HOTTEST:
       raise ValueError(
         f'temperature is {self.temperature}; it must be 0 (the likeliest token) or between '

@@ -13,7 +13,7 @@ from peftlab import _parts, serve
 from peftlab.data.tokenizers import load_tokenizer
 from peftlab.models.load import load_model
 from peftlab.plugins.lora import LoRA
-from peftlab.serve import decoding
+from peftlab.serve import arguments, decoding
 from peftlab.testing import meshes
 
 DRAWN = serve.Sampling(temperature=1.0, top_k=40, top_p=0.95)
@@ -139,7 +139,7 @@ def test_the_base_is_no_result():
   parts = peftlab.split(base())
   prefill = decoding._prefill(parts.graph, 64, 'greedy')
   prompts, lengths = np.array([[5, 80]], np.int32), np.array([2], np.int32)
-  keys, numbers = decoding._keys(0, 1), serve.Sampling().numbers()
+  keys, numbers = arguments.keys(0, 1), serve.Sampling().numbers()
   token, cached = jax.eval_shape(
     prefill, parts.adapter, parts.base, parts.state, prompts, lengths, keys, numbers
   )
@@ -195,6 +195,23 @@ def test_smollm2_knows_the_capital_of_france():
     ([[5] * 128], {}, 'max_length of the model is 128: a shorter prompt is needed'),
     ([[5]], {'seed': -1}, 'seed is -1 for 1 prompts'),
     ([[5]], {'seed': (1, 2)}, 'seed is'),
+    ([[5]], {'seed': 1.5}, 'seed is 1.5 for 1 prompts; expected one number'),
+    ([[5]], {'seed': None}, 'seed is None for 1 prompts'),
+    ([[5]], {'max_tokens': -3}, 'max_tokens is -3; it must be at least 1'),
+    ([[5]], {'max_tokens': 2.0}, 'max_tokens is 2.0; it must be at least 1, a whole number'),
+    ([[5]], {'max_tokens': '3'}, "max_tokens is '3'; it must be"),
+    ([[5]], {'stop': 3}, r'stop is 3; expected a collection of tokens, \(3,\)'),
+    ([[5]], {'stop': ('a',)}, "stop has 'a'; expected tokens"),
+    ([[5]], {'sampling': {'top_k': 3}}, r"sampling is \{'top_k': 3\}; expected a serve.Sampling"),
+    ([5, 6], {}, 'Prompt 0 is 5; expected a list of tokens'),
+    (5, {}, 'prompts is 5; expected a list of lists of tokens'),
+    (None, {}, 'prompts is None; expected a list of lists of tokens'),
+    ('once', {}, "prompts is 'once'; expected a list of lists of tokens"),
+    (['once'], {}, "Prompt 0 is 'once'; expected a list of tokens .a tokenizer makes them"),
+    ([[5], ['a']], {}, "Prompt 1 has token 'a'; the vocabulary of the model is 0 to 1023"),
+    ([[5.0]], {}, 'Prompt 0 has token 5.0; the vocabulary'),
+    ([[True]], {}, 'Prompt 0 has token True; the vocabulary'),
+    ([[5], None], {}, 'Prompt 1 is None; expected a list of tokens'),
   ),
 )
 def test_refuses(prompts, options, said):
@@ -205,3 +222,11 @@ def test_refuses(prompts, options, said):
 def test_refuses_what_is_no_decoder():
   with pytest.raises(ValueError, match='Linear has no init_cache; expected a decoder'):
     serve.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[1]])
+
+
+def test_whole_numbers_may_be_those_of_numpy_and_of_jax():
+  expected = serve.generate(base(), [[5, 80]], max_tokens=2, seed=3)
+  arrays = np.array([[5, 80]]), jnp.asarray([[5, 80]]), [np.array([5, 80], np.int64)]
+  for prompts in arrays:
+    options = {'max_tokens': np.int32(2), 'seed': np.int64(3), 'stop': np.array([1])}
+    assert serve.generate(base(), prompts, **options) == expected

@@ -62,6 +62,9 @@ def test_of_equal_tokens_the_first_is_taken():
     ({'temperature': 1.0, 'top_p': 1.5}, 'top_p is 1.5; it must be above 0 and at most 1'),
     ({'temperature': 1.0, 'top_p': float('nan')}, 'top_p is nan'),
     ({'top_k': 3}, 'top_k needs a temperature above 0'),
+    ({'temperature': '1'}, "temperature is '1'; expected a number"),
+    ({'temperature': 1.0, 'top_k': 2.5}, 'top_k is 2.5; expected a number'),
+    ({'temperature': 1.0, 'top_p': None}, 'top_p is None; expected a number'),
     ({'top_p': 0.5}, 'top_p needs a temperature above 0'),
   ),
 )
