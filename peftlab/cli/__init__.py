@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 import importlib
+import os
 import pathlib
 import sys
 import traceback
+from typing import TextIO
+import warnings
 
 from peftlab._registry import did_you_mean
+from peftlab.cli import _memory
 
-USER_ERROR = 2
+USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
 
 
 def subcommands() -> dict[str, str]:
@@ -28,7 +32,8 @@ def usage() -> str:
   width = max(map(len, subcommands())) + 2
   lines = [f'  {name.ljust(width)}{doc}' for name, doc in subcommands().items()]
   head = 'peftlab SUBCOMMAND [--flag=value ...]; peftlab SUBCOMMAND --help lists its flags.'
-  return '\n'.join([head, '', *lines])
+  codes = 'Exit codes: 0 done, 1 diverged or not passed, 2 something to mend (one line says what), '
+  return '\n'.join([head, '', *lines, '', f'{codes}42 SIGTERM, 130 Ctrl-C.'])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,25 +43,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: without the program's name; default: those of the process.
 
   Returns:
-    The exit code: 0 done, 1 diverged, 2 something for the user to mend, 42 stopped and saved.
+    The exit code: 0 done, 1 diverged, 2 something for the user to mend, 42 stopped by SIGTERM and
+    saved, 130 interrupted by Ctrl-C, 141 nobody reads the output any more.
   """
   name, *rest = list(sys.argv[1:] if argv is None else argv) or ['--help']
   try:
-    if name in ('--help', '-h', 'help'):
-      print(usage())
-      return 0
-    if name not in subcommands():
-      near = did_you_mean(name, subcommands())
-      raise ValueError(f'No command {name!r}{near or "."} Commands: {", ".join(subcommands())}.')
-    return importlib.import_module(f'peftlab.cli.{name.replace("-", "_")}').run(rest)
+    with warnings.catch_warnings():
+      warnings.showwarning = _show_warning
+      return _run(name, rest)
   except ValueError as error:
     if not _for_user(error):
       raise
     print(f'peftlab: {" ".join(str(error).split())}', file=sys.stderr)
     return USER_ERROR
+  except (MemoryError, RuntimeError) as error:
+    line = _memory.told(error)
+    if line is None:
+      raise
+    print(f'peftlab: {line}', file=sys.stderr)
+    return USER_ERROR
+  except BrokenPipeError:  # who reads our output has seen enough, as `head` has
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return READER_GONE
+  except OSError as error:
+    where = f" '{error.filename}'" if error.filename else ''
+    print(f'peftlab: {error.strerror or error}{where}.', file=sys.stderr)
+    return USER_ERROR
   except KeyboardInterrupt:
     print('peftlab: interrupted', file=sys.stderr)
-    return 130
+    return INTERRUPTED
+
+
+def _run(name: str, rest: list[str]) -> int:
+  if name in ('--help', '-h', 'help'):
+    print(usage())
+    return 0
+  if name not in subcommands():
+    near = did_you_mean(name, subcommands())
+    raise ValueError(f'No command {name!r}{near or "."} Commands: {", ".join(subcommands())}.')
+  return importlib.import_module(f'peftlab.cli.{name.replace("-", "_")}').run(rest)
+
+
+def _show_warning(
+  message: Warning | str,
+  category: type[Warning],
+  filename: str,
+  lineno: int,
+  file: TextIO | None = None,
+  line: str | None = None,
+) -> None:
+  """A warning as one line; where in the code it was given is nothing to a person."""
+  del category, filename, lineno, file, line
+  print(f'peftlab: warning: {" ".join(str(message).split())}', file=sys.stderr)
 
 
 def _for_user(error: ValueError) -> bool:

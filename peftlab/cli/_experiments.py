@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 import importlib
 import importlib.util
 import pathlib
@@ -9,8 +10,10 @@ import pkgutil
 import sys
 import traceback
 import types
+from typing import Any
 
 from peftlab._registry import did_you_mean
+from peftlab.formats import files
 from peftlab.train.config import Experiment
 
 _PACKAGE = 'peftlab.experiments'
@@ -38,12 +41,26 @@ def load(source: str) -> Experiment:
     raise ValueError(f"Experiment '{name}' has no function get_config().")
   try:
     config = module.get_config(*argument)
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     raise _mistake(name, error) from error
   if not isinstance(config, Experiment):
     kind = type(config).__name__
     raise ValueError(f"Experiment '{name}': get_config() gives a {kind}, expected an Experiment.")
   return config
+
+
+def sweeps(source: str) -> dict[str, Callable[[], Iterable[dict[str, Any]]]]:
+  """The sweeps of an experiment: {NAME: its function sweep_NAME}, in the order of the file.
+
+  Args:
+    source: see `load`.
+
+  Raises:
+    ValueError: see `load`.
+  """
+  module = _module(source.split(':', 1)[0])
+  found = {n: f for n, f in vars(module).items() if n.startswith('sweep_') and callable(f)}
+  return {n.removeprefix('sweep_'): f for n, f in found.items()}
 
 
 def _module(name: str) -> types.ModuleType:
@@ -56,8 +73,8 @@ def _module(name: str) -> types.ModuleType:
       )
     spec = importlib.util.find_spec(f'{_PACKAGE}.{name}')
   elif not path.is_file():
-    beside = [str(found) for found in path.parent.glob('*.py')]
-    near = did_you_mean(name, beside)
+    near = f"; did you mean '{path.stem}'?" if path.stem in names() else ''
+    near = files.near_path(path, suffixes=('.py',)) or near
     raise ValueError(f"No experiment file '{name}'{near or '.'}")
   else:
     spec = importlib.util.spec_from_file_location(f'{_PACKAGE}.{path.stem}', path)
@@ -68,14 +85,14 @@ def _module(name: str) -> types.ModuleType:
   sys.modules[spec.name] = module  # dataclasses in the file look themselves up there
   try:
     spec.loader.exec_module(module)
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     if before is None:
       del sys.modules[spec.name]
     raise _mistake(name, error) from error
   return module
 
 
-def _mistake(name: str, error: Exception) -> ValueError:
+def _mistake(name: str, error: BaseException) -> ValueError:
   """What an experiment file raised, as one line that names the line in the file."""
   if isinstance(error, SyntaxError):
     return ValueError(f"Experiment '{name}', line {error.lineno}: {error.msg}.")

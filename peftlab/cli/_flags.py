@@ -20,6 +20,7 @@ from peftlab.train.config import Experiment
 
 _PREFIX = '--config.'
 _ADAPTER = 'adapter'
+_CONFIG = ('--config', f'{_PREFIX}FIELD')
 
 
 def parse(
@@ -41,7 +42,7 @@ def parse(
   values = flags.FlagValues()
   define(values)
   if source is None:
-    _parse(values, rest)
+    _parse(values, rest, extra=_CONFIG)
     raise ValueError(
       '--config is missing; expected a file, or one of: ' + ', '.join(_experiments.names()) + '.'
     )
@@ -50,7 +51,7 @@ def parse(
     adapter_type = _registry.adapters.get(adapter)
     experiment = dataclasses.replace(experiment, adapter=_defaults(adapter, adapter_type))
   overrides = _overrides(experiment, changes)
-  _parse(values, rest)
+  _parse(values, rest, extra=_CONFIG)
   return fields.replace(experiment, overrides), values
 
 
@@ -71,6 +72,11 @@ def _defaults(name: str, adapter_type: type) -> Any:
     return adapter_type()
   except TypeError as error:
     raise ValueError(f'Adapter {name!r} has a field without a default: {error}.') from error
+
+
+def source(argv: Sequence[str]) -> str | None:
+  """What --config is given, None where it is not."""
+  return _sort(argv)[0]
 
 
 def _sort(argv: Sequence[str]) -> tuple[str | None, str | None, list[tuple[str, Any]], list[str]]:
@@ -170,16 +176,19 @@ def _config_dict(leaves: dict[str, fields.Leaf]) -> ml_collections.ConfigDict:
 
 
 def _parse(
-  values: flags.FlagValues, argv: list[str], leaves: dict[str, fields.Leaf] | None = None
+  values: flags.FlagValues,
+  argv: list[str],
+  leaves: dict[str, fields.Leaf] | None = None,
+  extra: tuple[str, ...] = (),
 ) -> None:
+  """Reads the flags of absl; `extra` are others that the command takes, for messages."""
   try:
     rest = values(['peftlab', *argv])[1:]
   except flags.UnrecognizedFlagError as error:
-    known = ['--config', *(f'--{name}' for name in values)]
+    known = [*(f'--{name}' for name in values), *extra]
     near = _registry.did_you_mean(f'--{error.flagname}', known)
-    raise ValueError(
-      f"No flag '--{error.flagname}'{near or '.'} Flags: {', '.join(known)}, {_PREFIX}FIELD."
-    ) from error
+    choices = f'Flags: {", ".join(known)}.' if known else 'This command takes no flags.'
+    raise ValueError(f"No flag '--{error.flagname}'{near or '.'} {choices}") from error
   except flags.IllegalFlagValueError as error:
     raise ValueError(_illegal(str(error), leaves or {})) from error
   except flags.Error as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+import typing
 from typing import Any
 
 from absl import flags
@@ -13,6 +14,9 @@ from peftlab.cli import _experiments
 from peftlab.train import fields
 from peftlab.train.config import Experiment
 
+# What absl writes behind the help of a flag that may be repeated.
+_REPEAT = 'repeat this option to specify a list of values'
+
 
 def wanted(argv: list[str]) -> bool:
   """Whether help is asked for."""
@@ -21,7 +25,14 @@ def wanted(argv: list[str]) -> bool:
 
 def show_flags(values: flags.FlagValues) -> str:
   """The flags that absl knows."""
-  return '\n'.join(_entry(f'--{n}', _default(values[n].default), values[n].help) for n in values)
+  return '\n'.join(_flag(values[name]) for name in values)
+
+
+def _flag(flag: flags.Flag) -> str:
+  if isinstance(flag, flags.MultiFlag):
+    text = flag.help.removesuffix(_REPEAT).rstrip().rstrip(';')
+    return _entry(f'--{flag.name}=...', '', f'{text} (may be given several times)')
+  return _entry(f'--{flag.name}', _default(flag.default), flag.help)
 
 
 def show_fields(experiment: Experiment) -> str:
@@ -34,7 +45,7 @@ def show_fields(experiment: Experiment) -> str:
       section = leaf.name.partition('.')[0]
       if section == 'adapter':
         lines.append(_adapter(experiment))
-    kind = fields.describe(leaf.kind)
+    kind = _kind(leaf.kind)
     lines.append(_entry(f'--config.{leaf.name}', _default(leaf.value), f'{leaf.doc} ({kind})'))
   return '\n'.join(lines)
 
@@ -45,11 +56,17 @@ def _adapter(experiment: Experiment) -> str:
   return _entry('--config.adapter', name, text)
 
 
+def _kind(kind: Any) -> str:
+  if typing.get_origin(kind) is tuple:
+    return f'{fields.describe(kind)}: by commas, or the flag repeated'
+  return fields.describe(kind)
+
+
 def _default(value: Any) -> str:
   if value is None or isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, tuple | list):
-    value = ','.join(map(str, value))
+    return ','.join(map(str, value)) or "'' (none)"
   return str(value) or "''"
 
 

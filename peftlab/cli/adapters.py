@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from absl import flags
 
-from peftlab import _registry
-from peftlab._adapter import Adapter
+from peftlab import _claims, _registry
 from peftlab.cli import _flags, _help
 from peftlab.train import progress
 
-CLAIMS = ('identity_at_start', 'mergeable', 'embeddings')
+# What a column shows -> its head.
+COLUMNS = {
+  'identity_at_start': 'starts as base',
+  'mergeable': 'merges',
+  'needs_weight': 'needs weight',
+  'shared': 'shared',
+  'divides': 'divides',
+  'embeddings': 'embeddings',
+  'norms': 'norms',
+  'experts': 'experts',
+  'conv': 'conv',
+  'quantized_base': 'quantized',
+  'mixed_batch': 'mixed batch',
+  'trainable': 'trainable',
+}
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -22,14 +35,18 @@ def run(argv: list[str]) -> int:
     print(f'peftlab adapters\n\n{__doc__}')
     return 0
   _flags.parse_plain(argv, _define)
-  rows: list[tuple[str, ...]] = [('adapter', *(claim.replace('_', ' ') for claim in CLAIMS), '')]
-  for name in _registry.adapters.names():
-    cls = _registry.adapters.get(name)
-    claims = ['yes' if getattr(cls, claim) else 'no' for claim in CLAIMS]
-    rows.append((name, *claims, _doc(cls)))
-  print(progress.table(rows))
+  print(table())
   return 0
 
 
-def _doc(cls: type[Adapter]) -> str:
-  return (cls.__doc__ or '').strip().splitlines()[0]
+def table() -> str:
+  """The table of all registered types; `trainable` is of a linear layer 48 -> 32, at rank 4."""
+  rows: list[tuple[str, ...]] = [('adapter', *COLUMNS.values())]
+  for name in _registry.adapters.names():
+    claims = _claims.row(_claims.small(_registry.adapters.get(name)))
+    rows.append((name, *(_shown(claims[column]) for column in COLUMNS)))
+  return progress.table(rows)
+
+
+def _shown(value: object) -> str:
+  return {True: 'yes', False: '-'}.get(value, str(value)) if isinstance(value, bool) else str(value)

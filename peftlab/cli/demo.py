@@ -12,6 +12,8 @@ CORPORA = ('chitchat', 'gsm8k')
 
 def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_string('workdir', 'runs/demo', 'folder of the demo', flag_values=values)
+  text = 'experiment whose get_config(CORPUS) gives each of the two: a file or a name'
+  flags.DEFINE_string('config', 'demo', text, flag_values=values)
   text = 'updates of each adapter'
   flags.DEFINE_integer('steps', 40, text, lower_bound=1, flag_values=values)
   text = 'remove an earlier demo in the workdir; --nooverwrite goes on with it'
@@ -26,7 +28,7 @@ def run(argv: list[str]) -> int:
     print(f'peftlab demo [--workdir=DIR]\n\n{__doc__}\n\n{_help.show_flags(values)}')
     return 0
   values = _flags.parse_plain(argv, _define)
-  found = [_experiments.load(f'demo:{corpus}') for corpus in CORPORA]
+  found = [_experiments.load(f'{values.config}:{corpus}') for corpus in CORPORA]
   experiments = [fields.replace(e, {'train.steps': values.steps}) for e in found]
   from peftlab.train import together
 

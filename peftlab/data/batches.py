@@ -25,7 +25,7 @@ class Batches(Iterator[Batch]):
       seed: of the order, 0 or more.
       shuffle: whether there is an order other than that of the corpus.
     """
-    if size < 1 or seed < 0:
+    if type(size) is not int or type(seed) is not int or size < 1 or seed < 0:
       raise ValueError(f'Batches of size {size} with seed {seed}; expected 1 or more, 0 or more.')
     self.rows, self.size, self.seed, self.shuffle = rows, size, seed, shuffle
     self.step = 0
@@ -101,10 +101,13 @@ def held_out_batches(rows: Rows, *, size: int, count: int | None = None) -> list
   Args:
     rows: of the held-out part.
     size: rows of a batch.
-    count: of batches; fewer rows than there are are taken at even distances. None: all rows.
+    count: of rows, whatever the size of a batch; fewer than there are are taken at even distances.
+      None: all rows.
   """
+  if size < 1 or (count is not None and count < 1):
+    raise ValueError(f'{count} held-out rows in batches of {size}; expected 1 or more of both.')
   chosen = np.arange(len(rows))
-  if count is not None and count * size < len(rows):
-    chosen = np.linspace(0, len(rows) - 1, count * size).astype(np.int64)
+  if count is not None and count < len(rows):
+    chosen = np.linspace(0, len(rows) - 1, count).astype(np.int64)
   chosen = np.concatenate([chosen, np.full(-len(chosen) % size, -1)])
   return [rows.batch(part) for part in chosen.reshape(-1, size)]

@@ -8,6 +8,7 @@ import pathlib
 
 from peftlab import _registry
 from peftlab.data import chat, text_files
+from peftlab.formats import files
 
 SPLITS = ('position', 'hash', 'conversation')
 
@@ -67,15 +68,19 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
     ValueError: no such name or file, a package that is not installed (with the command that
       installs it), or a bad row, by file and line.
   """
+  if not isinstance(source, (str, os.PathLike)):
+    raise ValueError(f'No corpus {source!r:.60}; expected a name, or a .txt or .jsonl file.')
   source = os.fspath(source)
   path = pathlib.Path(source)
-  if not path.suffix and path.name == source:
+  names = _registry.corpora.names()
+  if source in names:
     return _registry.corpora.get(source)()
   if path.suffix not in _READERS:
-    near = _registry.did_you_mean(path.suffix, _READERS)
+    near = _registry.did_you_mean(source, names) if path.name == source else ''
+    near = near or files.near_path(path, suffixes=tuple(_READERS))
     raise ValueError(
-      f"Corpus '{source}' is neither a registered name nor a .txt or .jsonl file{near or '.'} "
-      f'Registered: {", ".join(_registry.corpora.names())}.'
+      f"No corpus '{source}'{near or '.'} Expected a .txt or .jsonl file, or one of: "
+      f'{", ".join(names)}.'
     )
   return Corpus(name=path.name, examples=tuple(_READERS[path.suffix](path)))
 

@@ -108,6 +108,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
   Raises:
     ValueError: no such file, package or name, or a damaged file.
   """
+  if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+    raise ValueError(f'No tokenizer {source!r:.60}; expected that of a model, or a name.')
   source = os.fspath(source)
   path = pathlib.Path(source)
   if path.is_dir():

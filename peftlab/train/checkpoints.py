@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import hashlib
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -17,10 +18,15 @@ from peftlab.train import fields
 from peftlab.train.config import IMMATERIAL
 
 FORMAT = 1
+DAMAGED = 'damaged'  # beside the checkpoints: where damaged ones are moved
 MANIFEST = 'sha256.json'
 # Written by orbax while it renames a finished checkpoint.
 _UNLISTED = ('_CHECKPOINT_METADATA', 'commit_success.txt')
 _UNFINISHED = '*.orbax-checkpoint-tmp*'
+
+
+class DamagedError(ValueError):
+  """A checkpoint whose files are not as they were written."""
 
 
 class Checkpoints:
@@ -86,10 +92,11 @@ class Checkpoints:
       step: one of `steps()`.
 
     Raises:
-      ValueError: it is damaged, or of another config or base; the message names it.
+      DamagedError: its files are not as they were written.
+      ValueError: it is sound, but of another config or base; the message names it.
     """
     step = self.steps()[-1] if step is None else step
-    where = f"Checkpoint '{self.folder / str(step)}'"
+    where = self.name(step)
     check_files(self.folder / str(step), where)
     items = ocp.args.Composite(about=ocp.args.JsonRestore())
     about = self._orbax.restore(step, args=items)['about']
@@ -109,9 +116,21 @@ class Checkpoints:
     items = ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes))
     return _unnamed(tree, self._orbax.restore(step, args=items)['arrays']), about
 
-  def delete(self, step: int) -> None:
-    """Removes one checkpoint."""
-    self._orbax.delete(step)
+  def name(self, step: int) -> str:
+    """What messages call a checkpoint."""
+    return f"Checkpoint '{self.folder / str(step)}'"
+
+  def set_aside(self, step: int) -> pathlib.Path:
+    """Moves one checkpoint, whole, to a folder beside them; nothing is removed."""
+    aside = self.folder.parent / DAMAGED
+    aside.mkdir(exist_ok=True)
+    numbers = itertools.count(2)
+    target = aside / str(step)
+    while target.exists():
+      target = aside / f'{step}-{next(numbers)}'
+    (self.folder / str(step)).rename(target)
+    self._orbax.reload()
+    return target
 
   def close(self) -> None:
     """Waits for what is being written; an error in the background is raised here."""
@@ -130,16 +149,16 @@ class Checkpoints:
 
 
 def check_files(folder: pathlib.Path, where: str) -> None:
-  """Raises ValueError unless every file of a checkpoint is as it was written."""
+  """Raises DamagedError unless every file of a checkpoint is as it was written."""
   try:
     listed = files.read_json(folder / MANIFEST)
   except ValueError as error:
-    raise ValueError(f'{where} is damaged: {error}') from error
+    raise DamagedError(f'{where} is damaged: {error}') from error
   for name, expected in listed.items():
     path = folder / name
     if not path.is_file() or _sha256(path) != expected:
       state = 'not as it was written' if path.is_file() else 'gone'
-      raise ValueError(f'{where} is damaged: its file {name} is {state}.')
+      raise DamagedError(f'{where} is damaged: its file {name} is {state}.')
 
 
 def _sha256(path: pathlib.Path) -> str:
@@ -171,7 +190,7 @@ def check_same_config(saved: dict[str, Any], now: dict[str, Any], *, subject: st
 def _at(config: Any, name: str) -> str:
   for key in name.split('.'):
     config = config.get(key, 'none') if isinstance(config, dict) else 'none'
-  return str(config)
+  return str(config) or "''"
 
 
 def named_arrays(tree: Any) -> dict[str, jax.Array]:

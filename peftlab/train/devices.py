@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -14,13 +14,17 @@ from peftlab import _specs
 from peftlab.train.config import Experiment, MeshConfig
 
 
-def make_mesh(config: MeshConfig) -> jax.sharding.Mesh | None:
-  """The mesh of a config on the first devices there are; None for a single device.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh | None:
+  """The mesh of a config on the first of some devices; None for a single device.
+
+  Args:
+    config: the sizes.
+    devices: default: those there are.
 
   Raises:
     ValueError: there are too few devices, or the rest (-1) is not a whole number.
   """
-  sizes, devices = dataclasses.asdict(config), jax.devices()
+  sizes, devices = dataclasses.asdict(config), jax.devices() if devices is None else devices
   fixed = math.prod(size for size in sizes.values() if size > 0)
   for name, size in sizes.items():
     if size == -1:
@@ -56,4 +60,10 @@ def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh | None) -> None:
     raise ValueError(
       f'data.batch is {experiment.data.batch}; on a mesh of {dict(mesh.shape)} with '
       f'train.accumulate {experiment.train.accumulate} it must be a multiple of {parts}.'
+    )
+  base, rows = experiment.base, experiment.data.batch // experiment.train.accumulate
+  if base.applier == 'pipeline' and rows % base.microbatches:
+    raise ValueError(
+      f'base.microbatches is {base.microbatches}; it must divide the {rows} rows that are run at '
+      'once (data.batch / train.accumulate).'
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 import contextlib
+import os
 import signal
 import threading
 from typing import Any
@@ -16,29 +17,46 @@ EXIT_CODES = {'ok': 0, 'diverged': 1, 'preempted': 42}
 
 
 class Flag:
-  """Set when the process is asked to stop."""
+  """Set when the process is asked to stop.
+
+  Attributes:
+    is_set: whether it was.
+    interrupted: whether by Ctrl-C.
+  """
 
   def __init__(self) -> None:
-    self.is_set = False
+    self.is_set = self.interrupted = False
 
 
 @contextlib.contextmanager
 def preemption() -> Generator[Flag]:
-  """Within the block SIGTERM sets a flag instead of ending the process."""
+  """Within the block SIGTERM and Ctrl-C set a flag; a second Ctrl-C ends the process at once.
+
+  Raises:
+    KeyboardInterrupt: at the end of the block, after a Ctrl-C.
+  """
   flag = Flag()
   if threading.current_thread() is not threading.main_thread():
     yield flag
     return
 
-  def stop(*arguments: Any) -> None:
-    del arguments
+  def stop(number: int, frame: Any) -> None:
+    del frame
+    if number == signal.SIGINT:
+      if flag.interrupted:
+        raise KeyboardInterrupt
+      os.write(2, b'\npeftlab: saving; Ctrl-C again ends at once\n')
+      flag.interrupted = True
     flag.is_set = True
 
-  before = signal.signal(signal.SIGTERM, stop)
+  before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
     yield flag
   finally:
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+      signal.signal(number, handler)
+  if flag.interrupted:
+    raise KeyboardInterrupt
 
 
 def train(runs: Sequence[Run], *, say: Callable[[str], None] = print) -> Progress:
@@ -48,6 +66,9 @@ def train(runs: Sequence[Run], *, say: Callable[[str], None] = print) -> Progres
 
   Returns:
     The progress as it ended, with the rate in tokens per second.
+
+  Raises:
+    KeyboardInterrupt: Ctrl-C; all runs are saved, unless it came twice.
   """
   with preemption() as stop:
     for run in runs:

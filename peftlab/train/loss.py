@@ -11,11 +11,11 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _parts
+from peftlab import _parts, _specs
 
 Batch = Mapping[str, jax.Array]
 
-# Float32 logits that may exist at once: 128 MiB.
+# Float32 logits that may exist at once on a device: 128 MiB.
 MOST_LOGITS = 2**25
 
 
@@ -49,7 +49,7 @@ def summed_loss(
     parts: of a model `model(tokens, positions=..., segment_ids=...) -> logits`.
     batch: tokens, targets [rows, length] int, loss_mask [rows, length], and where the model is to
       get them positions, segment_ids [rows, length] int.
-    most_logits: logits that may exist at once.
+    most_logits: logits that may exist at once on a device of the mesh in context.
 
   Returns:
     [] float32, and a tree like `parts.state`.
@@ -87,7 +87,7 @@ def _chunked(
     return model.logits(hidden)
 
   one = jax.eval_shape(column, parts, hidden[:, :1])
-  chunks = _chunk_count(hidden.shape[1], one.size, most_logits)
+  chunks = _chunk_count(hidden.shape[1], one.size // _pieces(one.shape), most_logits)
   if chunks == 1:
     state, total = chunk(parts.state, (hidden, targets, mask))
     return total, state
@@ -95,6 +95,15 @@ def _chunked(
   xs = (cut(hidden), cut(targets), cut(mask))
   state, totals = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), parts.state, xs)
   return jnp.sum(totals), state
+
+
+def _pieces(shape: tuple[int, ...]) -> int:
+  """Over how many devices logits lie: each chunk gathers the head anew, so few are better."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return 1
+  spec = _specs.spec_for(('batch', 'length', 'vocab'), mesh)
+  return _specs.shards(_specs.fit_spec(shape, spec, mesh)[0], mesh)
 
 
 def _chunk_count(length: int, logits_per_column: int, most: int) -> int:

@@ -20,20 +20,27 @@ class MetricsLog:
 
   A record has a `kind` (train, eval, samples, ...) and a `step`. Every line is on disk when `write`
   returns.
-
-  Raises:
-    ValueError: the file has a line that is not a record, see `read_metrics`.
   """
 
-  def __init__(self, folder: str | os.PathLike[str], *, tensorboard: bool = True):
+  def __init__(
+    self, folder: str | os.PathLike[str], *, step: int | None = None, tensorboard: bool = True
+  ):
+    """Opens the files; a last line that a kill has torn is cut off.
+
+    Args:
+      folder: is made where there is none.
+      step: from which the run continues: records of later ones, which are made again, are cut off.
+      tensorboard: whether TensorBoard files are written too.
+
+    Raises:
+      ValueError: the file has a line that is not a record, see `read_metrics`; nothing is changed.
+    """
     self.path = pathlib.Path(folder) / FILE
     self.path.parent.mkdir(parents=True, exist_ok=True)
-    read_metrics(folder)  # a damaged record is refused before anything is written
-    if self.path.exists():
-      content = self.path.read_bytes()
-      os.truncate(self.path, content.rfind(b'\n') + 1)  # a line that a kill has torn
+    earlier = self.path.exists()
+    _cut(self.path, step)
     self._file = self.path.open('a', encoding='utf-8')
-    self._board = _board(self.path.parent) if tensorboard else None
+    self._board = _board(self.path.parent, step if earlier else None) if tensorboard else None
 
   def write(self, kind: str, step: int, **values: Any) -> None:
     """Appends one record; a number that is not finite is written as null."""
@@ -42,7 +49,7 @@ class MetricsLog:
     self._file.flush()
     if self._board is not None:
       for name, value in values.items():
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and math.isfinite(value):
           self._board.add_scalar(f'{kind}/{name}', value, step)
 
   def close(self) -> None:
@@ -52,10 +59,20 @@ class MetricsLog:
       self._board.close()
 
 
-def _board(folder: pathlib.Path) -> Any:
+def _cut(path: pathlib.Path, step: int | None) -> None:
+  """Leaves out a torn last line and, atomically, the records of steps above `step`."""
+  kept = [line for line, record in _lines(path) if step is None or record['step'] <= step]
+  content = b''.join(line + b'\n' for line in kept)
+  if path.exists() and path.read_bytes() != content:
+    files.replace_file(path, lambda file: file.write(content))
+
+
+def _board(folder: pathlib.Path, step: int | None) -> Any:
+  """The TensorBoard writer; TensorBoard forgets what earlier files say of steps above `step`."""
   import tensorboardX
 
-  return tensorboardX.SummaryWriter(logdir=str(folder), write_to_disk=True)
+  purge = None if step is None else step + 1
+  return tensorboardX.SummaryWriter(logdir=str(folder), purge_step=purge, write_to_disk=True)
 
 
 def _plain(value: Any) -> Any:
@@ -70,19 +87,24 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[Record]:
   Raises:
     ValueError: any other line that is not a record, by file and line.
   """
-  path = pathlib.Path(folder) / FILE
+  found = {(r['kind'], r['step']): r for _, r in _lines(pathlib.Path(folder) / FILE)}
+  return sorted(found.values(), key=lambda record: record['step'])
+
+
+def _lines(path: pathlib.Path) -> list[tuple[bytes, Record]]:
+  """The whole lines of a file, if there is one, and the records that they are."""
   if not path.exists():
     return []
   *lines, torn = path.read_bytes().split(b'\n')
   del torn
-  found: dict[tuple[str, int], Record] = {}
+  found = []
   for number, line in enumerate(lines, start=1):
     subject = f"Line {number} of '{path}'"
     record = files.parse_json(line, subject=subject)
     if not isinstance(record.get('step'), int) or not isinstance(record.get('kind'), str):
       raise ValueError(f'{subject} is not a record with kind and step: {record!r:.80}.')
-    found[record['kind'], record['step']] = record
-  return sorted(found.values(), key=lambda record: record['step'])
+    found.append((line, record))
+  return found
 
 
 def last_value(records: Iterable[Record], kind: str, name: str) -> Any:

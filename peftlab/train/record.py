@@ -30,12 +30,13 @@ class Record:
     text: Text,
     *,
     mesh: jax.sharding.Mesh | None,
+    step: int | None = None,
     say: Callable[[str], None],
   ):
-    """Opens the files, for appending."""
+    """Opens the files, for appending; see `metrics.MetricsLog` for `step`."""
     self.name, self.folder, self.text = name, folder, text
     self._mesh, self._say = mesh, say
-    self._log = metrics.MetricsLog(folder)
+    self._log = metrics.MetricsLog(folder, step=step)
     self._started = time.monotonic()
 
   def has(self, kind: str, step: int) -> bool:
@@ -54,9 +55,12 @@ class Record:
   def evaluate(self, parts: _parts.Parts, step: int) -> None:
     """The held-out loss."""
     if not self.has('eval', step):
-      value = held_out_loss(parts, self.text, self._mesh)
-      self._log.write('eval', step, loss=value)
-      self._say(f'{self.name}: held-out loss {value:.4f} at step {step}')
+      self.held_out(held_out_loss(parts, self.text, self._mesh), step)
+
+  def held_out(self, value: float, step: int) -> None:
+    """A held-out loss that was found elsewhere."""
+    self._log.write('eval', step, loss=value)
+    self._say(f'{self.name}: held-out loss {value:.4f} at step {step}')
 
   def sample(self, parts: _parts.Parts, step: int, *, tokens: int) -> None:
     """What the model makes of the held-out beginnings, if there are any."""

@@ -12,9 +12,9 @@ from flax import nnx
 import jax
 
 from peftlab import _attach, _parts, _specs
-from peftlab.train import devices, fields, step
+from peftlab.train import devices, fields, metrics, step
 from peftlab.train import workdir as workdirs
-from peftlab.train.checkpoints import Checkpoints
+from peftlab.train.checkpoints import Checkpoints, DamagedError
 from peftlab.train.config import Experiment
 from peftlab.train.fingerprint import fingerprint
 from peftlab.train.opt_state import StepOptions, init_opt_state, training_parts
@@ -58,7 +58,7 @@ class Run:
       workdir: see `workdir.claimed`.
       base_id: fingerprint of the base, where it is known.
       mesh: where the base lies.
-      fallback: a damaged checkpoint is removed, and the one before it used.
+      fallback: a damaged checkpoint is moved aside, and the newest sound one used.
       say: takes lines for a person.
 
     Raises:
@@ -72,7 +72,9 @@ class Run:
     self._pending: tuple[int, step.Metrics] | None = None
     self._attach()
     self.batches = text.batches(experiment)
+    self._held_out = text.held_out_id
     folder = pathlib.Path(workdir)
+    metrics.read_metrics(folder)  # a damaged record is refused before anything is written
     workdirs.write_config(folder, experiment)
     self._store = Checkpoints(
       folder / workdirs.CHECKPOINTS,
@@ -80,8 +82,12 @@ class Run:
       base=base_id or fingerprint(self._parts.base),
       keep=experiment.train.keep,
     )
-    self._resume(fallback)
-    self.record = Record(experiment.name, folder, text, mesh=mesh, say=say)
+    try:
+      self._resume(fallback)
+    except BaseException:
+      self._store.close()
+      raise
+    self.record = Record(experiment.name, folder, text, mesh=mesh, step=self.step, say=say)
 
   def _attach(self) -> None:
     experiment, train = self.experiment, self.experiment.train
@@ -114,24 +120,52 @@ class Run:
     return {'adapter': self._parts.adapter, 'opt_state': self._state}
 
   def _resume(self, fallback: bool) -> None:
-    found = self._store.steps()
-    while found:
-      number = found.pop()
+    """Continues from the newest checkpoint; from the newest sound one where `fallback` says so."""
+    damaged: list[tuple[int, DamagedError]] = []
+    for number in reversed(self._store.steps()):
       try:
         tree, about = self._store.restore(self._tree(), step=number)
-        self.batches.restore(about['position'])
-      except ValueError as error:
-        if not fallback or not found:
-          older = f' --fallback continues from step {found[-1]}.' if found else ''
-          raise ValueError(f'{error}{older}') from error
-        self._say(f'{error} It is removed; the one of step {found[-1]} is used.')
-        self._store.delete(number)
-        continue
-      self._parts = self._parts.replace(adapter=tree['adapter'])
-      self._state, self.step = tree['opt_state'], number
-      steps = self.experiment.train.steps
-      self._say(f'{self.experiment.name}: continues from step {number} of {steps}')
+        break
+      except DamagedError as error:
+        damaged.append((number, error))
+    else:
+      if damaged:
+        raise ValueError(f'{damaged[0][1]} No older one is sound; --overwrite starts anew.')
       return
+    if damaged and not fallback:
+      raise ValueError(
+        f'{damaged[0][1]} --fallback moves it aside and continues from step {number}.'
+      )
+    self._go_to(about['position'], self._store.name(number))
+    for other, error in damaged:
+      where = self._store.set_aside(other)
+      self._say(f"{error} It is moved to '{where}'; the one of step {number} is used.")
+    self._parts = self._parts.replace(adapter=tree['adapter'])
+    self._state, self.step = tree['opt_state'], number
+    steps = self.experiment.train.steps
+    self._say(f'{self.experiment.name}: continues from step {number} of {steps}')
+
+  def _position(self) -> dict[str, Any]:
+    """Where the run is in its text, and what text that is: also what it is evaluated on."""
+    return {**self.batches.state(), 'held_out': self._held_out}
+
+  def _go_to(self, position: dict[str, Any], checkpoint: str) -> None:
+    """Goes to the position of a checkpoint; ValueError where it is one in other text."""
+    position = dict(position)
+    held_out = position.pop('held_out', '')
+    try:
+      self.batches.restore(position)
+      if held_out != self._held_out:
+        raise ValueError(
+          f'The data position was saved with held_out {held_out!r}; this run has '
+          f'{self._held_out!r} (other text in the held-out part).'
+        )
+    except ValueError as error:
+      raise ValueError(
+        f'{checkpoint} is sound, but data.corpus {self.experiment.data.corpus!r} does not give '
+        f'the text that it was trained on: {error} Put that text back, give another workdir, or '
+        '--overwrite to start anew.'
+      ) from error
 
   def begin(self) -> None:
     """Evaluates the base and continues the beginnings, unless an earlier start has done it."""
@@ -194,18 +228,24 @@ class Run:
       self.record.train(number, numbers)
     if not finite and self.status == 'running':
       self.status = 'diverged'
-      kept = self._store.steps()
-      last = f'the last good checkpoint is that of step {kept[-1]}' if kept else 'none was saved'
+      # That of the step before holds the very arrays that gave this loss.
+      good = [kept for kept in self._store.steps() if kept < number - 1]
+      last = f'the last good checkpoint is that of step {good[-1]}' if good else 'none was saved'
       self._say(f'{self.experiment.name}: the loss is {loss} at step {number}; {last}')
     return [loss]
 
   def save(self) -> None:
     """Writes a checkpoint in the background."""
-    self._store.save(self.step, self._tree(), position=self.batches.state())
+    self._store.save(self.step, self._tree(), position=self._position())
 
   def finish(self, *, preempted: bool = False) -> None:
     """Ends the run: the last update, the last checkpoint, the last evaluation; all on disk."""
     self.settle()
+    if self.skipped:
+      self._say(
+        f'{self.experiment.name}: {self.skipped} of {self.step} updates were left out: not finite, '
+        'or a spike'
+      )
     if self.status == 'running':
       self.status = 'preempted' if preempted and not self.done else 'ok'
     if self.status != 'diverged':

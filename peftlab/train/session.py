@@ -13,14 +13,15 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _parts, _specs
+from peftlab import _parts, _specs, appliers, quant
+from peftlab.data.tokenizers import Tokenizer
 from peftlab.formats import adapter_folder, files
 from peftlab.models import load
-from peftlab.train import devices, fields, loop, page, summary
+from peftlab.train import devices, feasible, fields, loop, page, summary
 from peftlab.train import workdir as workdirs
 from peftlab.train.config import Experiment
 from peftlab.train.run import Run
-from peftlab.train.text import load_text
+from peftlab.train.text import Text, check_lengths, load_text
 
 Say = Callable[[str], None]
 
@@ -37,14 +38,33 @@ def load_base(
   started = time.monotonic()
   mesh, base = devices.make_mesh(experiment.mesh), experiment.base
   devices.check_batch(experiment, mesh)
-  model = load.load_model(
-    base.source, mesh, applier=base.applier, dtype=base.dtype, remat=base.remat
-  )
+  applier = base.make_applier()
+  options: dict[str, Any] = {'applier': applier, 'dtype': base.dtype, 'saved': base.saved or None}
+  model = load.load_model(base.source, mesh, **options, **base.quantization)
   shape = dict(mesh.shape) if mesh is not None else '1 device'
   say(f'base: {base.source} on {shape}, {time.monotonic() - started:.1f} s')
+  if base.quant:
+    say(quant.held(model).table())
+  if isinstance(applier, appliers.Pipeline):
+    for stack in model.stacks:
+      say(f'pipeline: {applier.plan(stack, mesh)}')
   for dropped in _specs.shardings(model, mesh)[1] if mesh is not None else ():
     say(f'dropped: {dropped}')
   return model, mesh
+
+
+def prepare(
+  experiment: Experiment, *, tokenizer: Tokenizer | None = None, say: Say = say_now
+) -> Text:
+  """The text of an experiment, after everything that can be checked before its base is loaded.
+
+  Raises:
+    ValueError: see `feasible.check`, `load_text` and `check_lengths`.
+  """
+  shapes = feasible.check(experiment)
+  text = load_text(experiment, tokenizer=tokenizer, say=say)
+  check_lengths(experiment, text, shapes)
+  return text
 
 
 def fit(
@@ -53,6 +73,7 @@ def fit(
   *,
   workdir: str | os.PathLike[str],
   mesh: jax.sharding.Mesh | None = None,
+  text: Text | None = None,
   fallback: bool = False,
   say: Say = say_now,
 ) -> tuple[Run, summary.Summary]:
@@ -63,13 +84,14 @@ def fit(
     base_model: may be shared with other adapters.
     workdir: claimed by the caller, see `workdir.claimed`.
     mesh: where the base lies.
+    text: what `prepare` gave; None: it is loaded.
     fallback: see `Run`.
     say: takes lines for a person.
 
   Returns:
     The run, and its numbers.
   """
-  text = load_text(experiment, say=say)
+  text = text or load_text(experiment, say=say)
   run = Run(experiment, base_model, text, workdir=workdir, mesh=mesh, fallback=fallback, say=say)
   with contextlib.closing(run):
     say(run.report.table())
@@ -92,7 +114,7 @@ def train(
     experiment: the config.
     workdir: the folder of the run.
     overwrite: removes the run that is there.
-    fallback: where the newest checkpoint is damaged, the one before is used.
+    fallback: where the newest checkpoint is damaged, it is moved aside and an older one used.
     command: what makes the run again, for the page.
     say: takes lines for a person.
 
@@ -105,10 +127,10 @@ def train(
       say(summary.table([done]))
       say(f'{folder} holds this run, complete. --overwrite trains it anew.')
       return 0
+    text = prepare(experiment, say=say)
     base_model, mesh = load_base(experiment, say=say)
-    run, numbers = fit(
-      experiment, base_model, workdir=folder, mesh=mesh, fallback=fallback, say=say
-    )
+    options: dict[str, Any] = {'mesh': mesh, 'text': text, 'fallback': fallback, 'say': say}
+    run, numbers = fit(experiment, base_model, workdir=folder, **options)
     if run.status == 'ok':
       save_adapter(run, folder)
     write_results(
@@ -119,9 +141,9 @@ def train(
 
 def save_adapter(run: Run, folder: pathlib.Path) -> None:
   """Writes the adapter as a folder of its own, which HF PEFT reads where it has the type."""
-  adapter_folder.save_adapter(
-    _parts.merge(run.parts), folder / workdirs.ADAPTER, name=run.experiment.name
-  )
+  experiment, target = run.experiment, folder / workdirs.ADAPTER
+  model, source = _parts.merge(run.parts), experiment.base.source
+  adapter_folder.save_adapter(model, target, name=experiment.name, source=source)
 
 
 def finished(folder: pathlib.Path) -> summary.Summary | None:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from peftlab import _layer, _parts
-from peftlab.train import config, fields, loss, optimizers
+from peftlab._adapter import Slot
+from peftlab.train import config, fields, hooks, loss, optimizers
 from peftlab.train.opt_state import OptState, StepOptions, combine, optimizer, partition
 
 Tree = Any
@@ -58,7 +59,7 @@ def step_for(parts: _parts.Parts, opt_state: OptState, options: StepOptions) -> 
   Raises:
     ValueError: `role_rates` has a role that no trainable slot has.
   """
-  _check_roles(parts, options)
+  check_roles(parts, options)
   where = jax.tree.map(lambda a: a.sharding, (parts.adapter, opt_state))
   leaves, tree = jax.tree.flatten(where)
   return _step(parts.graph, options, tuple(leaves), tree)
@@ -80,14 +81,40 @@ def update(
   """The update that a `Step` compiles, a pure function: what a sweep maps over trials.
 
   An update whose loss or gradient is not finite, or whose loss is a spike, leaves adapter and
-  moments as they were; it still counts as a step.
+  moments as they were; it still counts as a step. So does one that would make the adapter not
+  finite; its loss is given as NaN, for the run has diverged.
   """
   parts = _parts.Parts(graph, adapter, base, opt_state.state)
+  found = gradients(parts, batch, options.accumulate)
+  return finish(options, parts, opt_state, found, batch)
+
+
+# (mean loss, its gradient for the trainable arrays, the state after)
+Gradients = tuple[jax.Array, Tree, Tree]
+
+
+def gradients(parts: _parts.Parts, batch: loss.Batch, accumulate: int = 1) -> Gradients:
+  """The first half of an update: what does not depend on the optimizer."""
   trained, frozen = partition(parts)
-  value, grads, state = _gradients(parts, trained, frozen, batch, options.accumulate)
+  return _gradients(parts, trained, frozen, batch, accumulate)
+
+
+def finish(
+  options: StepOptions,
+  parts: _parts.Parts,
+  opt_state: OptState,
+  found: Gradients,
+  batch: loss.Batch,
+) -> tuple[Tree, OptState, Metrics]:
+  """The second half of an update: from the gradients to the new arrays."""
+  trained, frozen = partition(parts)
+  value, grads, state = found
   norm = optax.tree.norm(grads)
   rate, new, inner = _optimize(options, parts, trained, grads, opt_state)
   ok = jnp.isfinite(value) & jnp.isfinite(norm) & ~_spike(value, opt_state, options)
+  # New arrays beyond all numbers are not kept, and end the run as a loss of NaN does.
+  lost = ok & ~jnp.isfinite(optax.tree.norm(new))
+  ok, value = ok & ~lost, jnp.where(lost, jnp.nan, value)
   changed = dataclasses.replace(
     opt_state,
     inner=_where(ok, inner, opt_state.inner),
@@ -103,7 +130,13 @@ def update(
     'learning_rate': rate,
     'skipped': (~ok).astype(jnp.int32),
   }
-  return combine(_where(ok, new, trained), frozen), changed, metrics
+  after = parts.replace(adapter=combine(_where(ok, new, trained), frozen))
+  more = hooks.after_step(after, grads, step=opt_state.step, steps=options.steps)
+  if not more:
+    return after.adapter, changed, metrics
+  old = _parts.flat(after.adapter)
+  kept = {path: jnp.where(ok, array, old[path]) for path, array in more.items()}
+  return _parts.nest(old | kept), changed, metrics
 
 
 def _where(ok: jax.Array, new: Tree, old: Tree) -> Tree:
@@ -125,14 +158,15 @@ def _optimize(
 
 def _gradients(
   parts: _parts.Parts, trained: Tree, frozen: Tree, batch: loss.Batch, accumulate: int
-) -> tuple[jax.Array, Tree, Tree]:
+) -> Gradients:
   """(mean loss over the tokens that count, its gradient, the state after), over microbatches."""
   count = jnp.maximum(loss.count_tokens(batch), 1.0)
 
   def mean_loss(trained: Tree, state: Tree, rows: loss.Batch) -> tuple[jax.Array, Tree]:
     model = parts.replace(adapter=combine(trained, frozen), state=state)
     total, state = loss.summed_loss(model, rows)
-    return total / count, state
+    extra = hooks.penalty(_parts.merge(model))
+    return total / count + (0.0 if extra is None else extra / accumulate), state
 
   gradient = jax.value_and_grad(mean_loss, has_aux=True)
   if accumulate == 1:
@@ -162,15 +196,15 @@ def _running_mean(average: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _scale_roles(parts: _parts.Parts, updates: Tree, options: StepOptions) -> Tree:
-  """Updates times the factor of their role: a rate per group, as updates are linear in it."""
-  rates = config.role_rates(options.role_rates)
-  if not rates:
+  """Updates times the factor of their role, else of their slot, as updates are linear in it."""
+  rates, slots = config.role_rates(options.role_rates), _slots(parts)
+  factors = {p: rates.get(slot.role or str(p[-1]), slot.rate) for p, slot in slots.items()}
+  if all(factor == 1 for factor in factors.values()):
     return updates
-  roles = slot_roles(parts)
-  return _parts.nest({p: u * rates.get(roles[p], 1.0) for p, u in _parts.flat(updates).items()})
+  return _parts.nest({p: u * factors.get(p, 1.0) for p, u in _parts.flat(updates).items()})
 
 
-def _check_roles(parts: _parts.Parts, options: StepOptions) -> None:
+def check_roles(parts: _parts.Parts, options: StepOptions) -> None:
   """Raises ValueError for a role in `role_rates` that no trainable slot has."""
   roles = slot_roles(parts)
   known = sorted({roles[path] for path in _parts.flat(partition(parts)[0])})
@@ -181,8 +215,15 @@ def _check_roles(parts: _parts.Parts, options: StepOptions) -> None:
 def slot_roles(parts: _parts.Parts) -> dict[tuple, str]:
   """{path of an adapter array: the role of its slot, or the last word of its path}."""
   roles = {path: str(path[-1]) for path in _parts.flat(parts.adapter)}
-  for path, node in nnx.iter_graph(_parts.outline(parts)):
-    if isinstance(node, _layer.Attached):
-      for name, slot in node.adapter.slots().items():
-        roles[(*path, name)] = slot.role or name
-  return roles
+  return roles | {p: slot.role or str(p[-1]) for p, slot in _slots(parts).items()}
+
+
+def _slots(parts: _parts.Parts) -> dict[tuple, Slot]:
+  """{path of an adapter array: its slot}."""
+  nodes = nnx.iter_graph(_parts.outline(parts))
+  return {
+    (*path, name): slot
+    for path, node in nodes
+    if isinstance(node, _layer.Attached)
+    for name, slot in node.slots().items()
+  }

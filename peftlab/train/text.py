@@ -27,12 +27,14 @@ class Text:
     rows: to train on.
     held_out: batches of the held-out part, always the same.
     prompts: ids of held-out beginnings.
+    held_out_id: fingerprint of the held-out part.
   """
 
   tokenizer: Tokenizer
   rows: Rows
   held_out: list[dict[str, Any]]
   prompts: list[list[int]]
+  held_out_id: str = ''
 
   def batches(self, experiment: Experiment) -> Batches:
     """The training batches, from the first."""
@@ -69,28 +71,42 @@ def load_text(
   say(str(report))
   held_rows, report = pack(held, tokenizer, **options)
   say(str(report))
+  if data.batch > len(rows):
+    raise ValueError(
+      f'data.batch is {data.batch}; corpus {data.corpus!r} has {len(rows)} row(s) of '
+      f'{data.length} tokens to train on, so that a batch would hold rows twice. Expected a batch '
+      f'of at most {len(rows)}, shorter rows (data.length), or more text.'
+    )
   return Text(
     tokenizer=tokenizer,
     rows=rows,
-    held_out=held_out_batches(held_rows, size=data.batch, count=data.eval_batches),
+    held_out=held_out_batches(held_rows, size=data.batch, count=data.eval_rows or None),
     prompts=_prompts(held, tokenizer, data, experiment.train.samples),
+    held_out_id=held_rows.fingerprint,
   )
 
 
 def check_lengths(experiment: Experiment, text: Text, model: Any) -> None:
   """Raises ValueError where rows, or samples to their end, are longer than a model reads."""
-  longest = getattr(getattr(model, 'config', None), 'max_length', None)
-  if longest is None:
-    return
-  length, tokens = experiment.data.length, experiment.train.sample_tokens
-  if length > longest:
-    raise ValueError(f'data.length is {length}; the base reads at most {longest} tokens.')
+  check_length(experiment, model)
+  longest, tokens = _longest(model), experiment.train.sample_tokens
   prompt = max(map(len, text.prompts), default=0)
-  if tokens and prompt + tokens > longest:
+  if longest is not None and tokens and prompt + tokens > longest:
     raise ValueError(
       f'train.sample_tokens is {tokens}; the longest beginning has {prompt} tokens, and the base '
       f'reads at most {longest}.'
     )
+
+
+def check_length(experiment: Experiment, model: Any) -> None:
+  """Raises ValueError where rows are longer than a model reads."""
+  length, longest = experiment.data.length, _longest(model)
+  if longest is not None and length > longest:
+    raise ValueError(f'data.length is {length}; the base reads at most {longest} tokens.')
+
+
+def _longest(model: Any) -> int | None:
+  return getattr(getattr(model, 'config', None), 'max_length', None)
 
 
 def _prompts(held: Corpus, tokenizer: Tokenizer, data: DataConfig, count: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from peftlab.train import workdir as workdirs
 from peftlab.train.config import Experiment
 from peftlab.train.fingerprint import fingerprint
 from peftlab.train.run import Run
-from peftlab.train.text import load_text
+from peftlab.train.text import Text
 
 
 def train(
@@ -102,12 +102,14 @@ def start(
   say: session.Say = session.say_now,
 ) -> list[Run]:
   """The runs of some experiments on one base, which is loaded and fingerprinted once."""
+  texts: list[Text] = []
+  for experiment in experiments:
+    tokenizer = texts[0].tokenizer if texts else None
+    texts.append(session.prepare(experiment, tokenizer=tokenizer, say=say))
   base_model, mesh = session.load_base(experiments[0], say=say)
   base_id = fingerprint(_parts.split(base_model).base)
   runs: list[Run] = []
-  for experiment, folder in zip(experiments, folders, strict=True):
-    tokenizer = runs[0].record.text.tokenizer if runs else None
-    text = load_text(experiment, tokenizer=tokenizer, say=say)
+  for experiment, folder, text in zip(experiments, folders, texts, strict=True):
     options: dict[str, Any] = {'base_id': base_id, 'mesh': mesh, 'fallback': fallback, 'say': say}
     run = Run(experiment, base_model, text, workdir=folder, **options)
     if not runs or run.report.rows != runs[0].report.rows:

@@ -19,7 +19,7 @@ ADAPTER = 'adapter'
 SUMMARY = 'summary.json'
 PAGE = 'index.html'
 _LOCK = '.lock'
-_RUN = (CHECKPOINTS, ADAPTER, SUMMARY, PAGE, metrics.FILE)
+_RUN = (CHECKPOINTS, checkpoints.DAMAGED, ADAPTER, SUMMARY, PAGE, metrics.FILE)
 
 
 @contextlib.contextmanager

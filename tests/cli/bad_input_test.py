@@ -6,13 +6,15 @@ import re
 import pytest
 
 from peftlab import cli
+from peftlab.experiments import demo
 
 NAME = '--config=glassllm_lora'
+FOLDER = pathlib.Path(demo.__file__).parent
 
 # What is given -> what the line must say.
 FLAGS = {
   'no_command': (('trian',), "No command 'trian'; did you mean 'train'?"),
-  'no_config': (('train',), '--config is missing; expected a file, or one of: demo'),
+  'no_config': (('train',), '--config is missing; expected a file, or one of: '),
   'unknown_flag': (
     ('train', NAME, '--wrokdir=x'),
     "No flag '--wrokdir'; did you mean '--workdir'?",
@@ -21,8 +23,8 @@ FLAGS = {
   'bool_flag': (('train', NAME, '--overwrite=maybe'), "Flag --overwrite is 'maybe'"),
   'unknown_name': (('train', '--config=smolm2_lora'), "did you mean 'smollm2_lora'?"),
   'unknown_file': (
-    ('train', '--config=experiments/dem.py'),
-    "No experiment file 'experiments/dem.py'; did you mean 'experiments/demo.py'?",
+    ('train', f'--config={FOLDER}/dem.py'),
+    f"No experiment file '{FOLDER}/dem.py'; did you mean '{FOLDER}/demo.py'?",
   ),
   'field': (
     ('train', NAME, '--config.adapter.rnak=16'),
@@ -59,6 +61,9 @@ FLAGS = {
   'b2': (('train', NAME, '--config.train.b2=2'), 'train.b2 is 2.0; it must be between 0 and 1.'),
   'spike': (('train', NAME, '--config.train.spike_skip=0.5'), 'it must be above 1, or 0'),
   'role': (('train', NAME, '--config.train.role_rates=b16'), 'expected ROLE=NUMBER'),
+  'role_nan': (('train', NAME, '--config.train.role_rates=b=nan'), 'expected a finite number'),
+  'role_below': (('train', NAME, '--config.train.role_rates=b=-1'), 'at least 0.'),
+  'role_twice': (('train', NAME, '--config.train.role_rates=b=1,b=2'), "has the role 'b' twice"),
   'accumulate': (('train', NAME, '--config.train.accumulate=3'), 'it must divide data.batch (8).'),
   'seed': (('train', NAME, '--config.seed=-1'), 'seed is -1; it must be between 0 and'),
   'mesh': (('train', NAME, '--config.mesh.data=0'), 'mesh.data is 0; it must be at least 1'),
@@ -148,7 +153,7 @@ DATA = {
   'keys': ('a.jsonl', '{"txet": "a"}\n', "Row 1 of '"),
   'empty': ('a.jsonl', '', 'has no rows'),
   'blank': ('a.txt', ' \n\n', 'has no text'),
-  'kind': ('a.csv', 'a,b\n', 'is neither a registered name nor a .txt or .jsonl file'),
+  'kind': ('a.csv', 'a,b\n', 'Expected a .txt or .jsonl file, or one of: chitchat, gsm8k'),
   'small': ('a.jsonl', '{"text": "a"}\n', 'leaves nothing'),
 }
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from peftlab.cli import _flags
+from peftlab.experiments import glassllm_lora
 from peftlab.train import fields
 from peftlab.train.config import Experiment
 
@@ -71,7 +72,7 @@ def test_an_adapter_type_comes_with_its_own_defaults():
 
 
 def test_a_file_and_a_name_give_the_same():
-  assert parse('--config=experiments/glassllm_lora.py') == parse(NAME)
+  assert parse(f'--config={glassllm_lora.__file__}') == parse(NAME)
 
 
 def test_what_follows_a_colon_is_given_to_get_config():

@@ -7,10 +7,12 @@ import pytest
 
 import peftlab
 from peftlab import cli, serve
+from peftlab.data import tokenizers
 from peftlab.data.tokenizers import load_tokenizer
 from peftlab.models.load import load_model
 from peftlab.plugins.lora import LoRA
 from peftlab.serve import text
+from tests.models import goldens
 
 BASE = 'package:glassllm/en'
 PROMPT = 'once upon a time'
@@ -34,7 +36,7 @@ def adapted(base):
 @pytest.fixture(scope='module')
 def folder(adapted, tmp_path_factory) -> pathlib.Path:
   path = tmp_path_factory.mktemp('adapters') / 'mine'
-  peftlab.save_adapter(adapted, path)
+  peftlab.save_adapter(adapted, path, source=BASE)
   return path
 
 
@@ -103,3 +105,63 @@ def test_chat_can_be_switched(flag, capsys):
   code = run(f'--prompt={PROMPT}', flag, '--temperature=-1')
   assert code == 2
   assert 'temperature' in capsys.readouterr().err
+
+
+def plain(*arguments):
+  return cli.main(['generate', f'--prompt={PROMPT}', '--max_tokens=8', *map(str, arguments)])
+
+
+def test_the_base_is_that_of_the_adapter(adapted, folder, capsys):
+  assert plain(f'--adapter={folder}') == 0
+  assert capsys.readouterr().out == expected(adapted) + '\n'
+
+
+def test_an_adapter_of_another_base_is_refused_with_both_and_with_the_flag(folder, capsys):
+  assert plain(f'--adapter={folder}', '--base=package:glassllm/pt') == 2
+  told = capsys.readouterr().err
+  assert f"'{folder}' was trained on another base: {BASE}, not package:glassllm/pt." in told
+  assert '--any_base takes it all the same' in told
+  assert plain(f'--adapter={folder}', '--base=package:glassllm/pt', '--any_base') == 0
+
+
+def test_adapters_of_two_bases_need_a_base(adapted, folder, tmp_path, capsys):
+  peftlab.save_adapter(adapted, tmp_path / 'other', source='package:glassllm/pt')
+  assert plain(f'--adapter={folder}', f'--adapter={tmp_path}/other', '--compare') == 2
+  told = capsys.readouterr().err
+  assert f"'{folder}' on {BASE}, '{tmp_path}/other' on package:glassllm/pt. Expected --base" in told
+
+
+def test_a_base_that_is_gone_is_told_with_the_adapter(adapted, tmp_path, capsys):
+  peftlab.save_adapter(adapted, tmp_path / 'mine', source='gone.gguf')
+  assert plain(f'--adapter={tmp_path}/mine') == 2
+  told = capsys.readouterr().err
+  assert "No model 'gone.gguf'" in told
+  assert f"'{tmp_path}/mine' was trained on it; expected --base=SOURCE" in told
+
+
+def test_layers_of_another_base_are_told_with_both_bases(folder, capsys):
+  llama = goldens.HF / 'llama'
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tokenizers, 'load_tokenizer', lambda source: load_tokenizer(BASE))
+    assert plain(f'--adapter={folder}', f'--base={llama}') == 2
+  told = capsys.readouterr().err
+  assert f'It was trained on {BASE}; the base here is {llama}. Expected --base=SOURCE.' in told
+
+
+def test_each_prompt_has_its_own_adapter_or_none(base, adapted, folder, capsys):
+  told = ['generate', '--each', '--max_tokens=5']
+  told += [f'--prompt={PROMPT}', f'--adapter={folder}', f'--prompt={PROMPT}', '--adapter=none']
+  assert cli.main(told) == 0
+  shown = capsys.readouterr().out
+  tokenizer = load_tokenizer(BASE)
+  ids = text.prompt_ids(tokenizer, PROMPT)
+  for model in (adapted, base):
+    said = serve.generate(model, [ids], max_tokens=5, stop=(tokenizer.eos_id,))[0]
+    words = text.text_of(tokenizer, ids, said).split()
+    assert ' '.join(words) in ' '.join(shown.split())
+
+
+def test_each_needs_as_many_adapters_as_prompts(folder, capsys):
+  told = ['generate', '--each', f'--prompt={PROMPT}', f'--prompt={PROMPT}', f'--adapter={folder}']
+  assert cli.main(told) == 2
+  assert '--each needs an adapter for each prompt (2), given 1' in capsys.readouterr().err

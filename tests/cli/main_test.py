@@ -56,8 +56,13 @@ def test_every_subcommand_is_listed(capsys):
 def test_adapters_lists_the_registered_types(capsys):
   assert cli.main(['adapters']) == 0
   text = capsys.readouterr().out
-  assert 'lora' in text
-  assert 'mergeable' in text
+  rows = {line.split()[0]: line.split() for line in text.splitlines()}
+  assert 'merges' in rows['adapter']
+  # Trainable numbers on Linear(48 -> 32), as the papers' formulas give them.
+  counts = {'lora': 320, 'dora': 352, 'vera': 36, 'ia3': 32, 'loha': 640, 'lokr': 88, 'oft': 168}
+  counts |= {'boft': 224, 'randlora': 288, 'shira': 320, 'hira': 320, 'miss': 128, 'c3a': 192}
+  counts |= {'adalora': 324, 'fourierft': 20}
+  assert {name: int(rows[name][-1]) for name in counts} == counts
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):
@@ -85,7 +90,7 @@ FLAGS = (
   '--config.train.steps=3',
   '--config.data.max_rows=20',
   '--config.data.length=16',
-  '--config.data.eval_batches=1',
+  '--config.data.eval_rows=8',
   '--config.train.sample_tokens=4',
 )
 

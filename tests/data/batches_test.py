@@ -124,8 +124,8 @@ def test_held_out_batches_have_each_row_once():
   assert sum(batch['loss_mask'].sum() for batch in batches) == ROWS.predicted.sum()
 
 
-def test_fewer_held_out_batches_are_spread_over_all_rows():
-  batches = held_out_batches(ROWS, size=2, count=3)
+def test_fewer_held_out_rows_are_spread_over_all_rows():
+  batches = held_out_batches(ROWS, size=2, count=6)
   assert len(batches) == 3
   all_rows = [row.tobytes() for row in ROWS.batch(range(len(ROWS)))['tokens']]
   places = [all_rows.index(row.tobytes()) for batch in batches for row in batch['tokens']]
@@ -134,6 +134,23 @@ def test_fewer_held_out_batches_are_spread_over_all_rows():
   assert len(set(places)) == 6
 
 
+@pytest.mark.parametrize('count', (None, 5))
+def test_the_held_out_rows_do_not_depend_on_the_size_of_a_batch(count):
+  def rows(size):
+    batches = held_out_batches(ROWS, size=size, count=count)
+    pairs = [pair for b in batches for pair in zip(b['tokens'], b['segment_ids'], strict=True)]
+    return [tokens.tobytes() for tokens, segments in pairs if segments.any()]
+
+  assert len(rows(1)) == (count or len(ROWS))
+  for size in (2, 3, 7, 100):
+    assert rows(size) == rows(1)
+
+
 def test_impossible_sizes_are_refused():
+  for options in ({'size': 0}, {'size': 2, 'count': 0}):
+    with pytest.raises(ValueError, match=r'held-out rows in batches of \d; expected 1 or more'):
+      held_out_batches(ROWS, **options)
+  with pytest.raises(ValueError, match='Batches of size None'):
+    Batches(ROWS, size=None)
   with pytest.raises(ValueError, match='Batches of size 0 with seed 0; expected 1 or more'):
     Batches(ROWS, size=0)

@@ -122,7 +122,9 @@ def test_a_bad_row_is_named_by_file_and_line(case, tmp_path):
   ('source', 'message'),
   (
     ('chitcat', "No corpus 'chitcat'; did you mean 'chitchat'"),
-    ('a.csv', r"Corpus 'a\.csv' is neither a registered name nor a \.txt or \.jsonl file"),
+    ('a.csv', r"No corpus 'a\.csv'\. Expected a \.txt or \.jsonl file, or one of: chitchat"),
+    (None, r'No corpus None; expected a name, or a \.txt or \.jsonl file'),
+    ('', r"No corpus ''\. Expected a"),
     ('none.jsonl', r"No file 'none\.jsonl'"),
     ('no/such.txt', r"No file 'no/such\.txt'; its folder 'no' does not exist either"),
   ),

@@ -11,15 +11,17 @@ import tomllib
 import pytest
 
 from peftlab import cli, testing
-from peftlab.cli import _flags, check, demo, generate, train
+from peftlab.cli import _flags, check, convert, demo, export, generate, merge, plan, sweep, train
 from tests.project import import_order_test
 from tools import imports
 
 DOCS = imports.ROOT / 'docs'
 PAGES = ['../README.md', *sorted(path.name for path in DOCS.glob('*.md'))]
 # What the commands of a page may begin with; no test installs or trains for them.
-OTHER_COMMANDS = ('make', 'pip install .')
-DEFINITIONS = {'check': check._define, 'demo': demo._define, 'generate': generate._define}
+OTHER_COMMANDS = ('make', 'pip install .', "pip install '.[")
+WITH_EXPERIMENT = {'plan': plan._define, 'sweep': sweep._define, 'train': train._define}
+PLAIN = {'check': check, 'convert': convert, 'demo': demo, 'export': export}
+DEFINITIONS = {n: m._define for n, m in (PLAIN | {'generate': generate, 'merge': merge}).items()}
 
 RUN = (sys.executable, '-W', 'error', 'page.py')
 LIST_ADAPTERS = (sys.executable, '-c', 'import peftlab; print(*peftlab.adapter_types())')
@@ -90,13 +92,13 @@ def _check_command(line: str) -> None:
   assert name in cli.subcommands(), line
   if '--help' in rest:
     return
-  if name == 'train':
-    _flags.parse(rest, train._define)
+  if name in WITH_EXPERIMENT and (name != 'sweep' or _flags.source(rest)):
+    _flags.parse(rest, WITH_EXPERIMENT[name])
     return
   file, rest = (rest[:1], rest[1:]) if name == 'check' else ([], rest)
   places = (pathlib.Path(), imports.ROOT)
   assert all(any((at / path).is_file() for at in places) for path in file), line
-  _flags.parse_plain(rest, DEFINITIONS.get(name, lambda values: None))
+  _flags.parse_plain(rest, DEFINITIONS.get(name, WITH_EXPERIMENT.get(name, lambda values: None)))
 
 
 def test_the_adapter_of_the_page_passes_the_suite(tmp_path, capsys):

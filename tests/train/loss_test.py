@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from peftlab import _parts
+from peftlab import _parts, _specs
 from peftlab.train import loss
 from tests.train import tiny
 
@@ -40,6 +40,17 @@ def test_chunks_give_the_loss_and_the_gradient_of_the_whole(columns):
 )
 def test_chunks_are_equal_and_as_few_as_fit(length, columns, chunks):
   assert loss._chunk_count(length, 10, columns * 10) == chunks
+
+
+# (mesh, how many devices hold different logits of [8, 1, 64])
+SPREAD = (({}, 1), ({'fsdp': 8}, 8), ({'fsdp': 4, 'tensor': 2}, 8), ({'stage': 4, 'data': 2}, 2))
+
+
+@pytest.mark.parametrize(('axes', 'expected'), SPREAD)
+def test_the_limit_is_one_of_a_device(axes, expected):
+  mesh = _specs.make_mesh(axes) if axes else None
+  with _specs.using(mesh):
+    assert loss._pieces((8, 1, 64)) == expected
 
 
 def test_a_model_without_hidden_is_called_as_a_whole():

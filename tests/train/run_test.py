@@ -1,6 +1,9 @@
 """A run: resumed equals uninterrupted, bitwise; divergence and damage are told and survived."""
 
 import dataclasses
+import json
+import shutil
+import signal
 
 import chex
 import jax
@@ -27,12 +30,12 @@ def opened():
 RUNS = []
 
 
-def start(folder, experiment=None, *, model=None, **options):
+def start(folder, experiment=None, *, model=None, text=None, **options):
   lines = []
   one = run.Run(
     experiment or tiny.experiment(),
     model or tiny.base_model(),
-    tiny.text(),
+    text or tiny.text(),
     workdir=folder,
     say=lines.append,
     **options,
@@ -72,6 +75,20 @@ def test_resumed_equals_uninterrupted_bitwise(tmp_path):
     assert losses(tmp_path / str(steps)) == losses(tmp_path / 'whole')
 
 
+def test_a_continued_run_has_every_record_once(tmp_path):
+  stop_after(tmp_path, 5)
+  assert every_line(tmp_path)[-1]['step'] == 4
+  shutil.rmtree(tmp_path / 'checkpoints' / '4')  # killed before it was written
+  finished(tmp_path)
+  found = [(r['kind'], r['step']) for r in every_line(tmp_path)]
+  assert len(set(found)) == len(found)
+  assert [step for kind, step in found if kind == 'train'] == [1, 2, 3, 4, 5, 6]
+
+
+def every_line(folder):
+  return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
 def losses(folder):
   return [(r['kind'], r['step'], r.get('loss')) for r in metrics.read_metrics(folder)]
 
@@ -86,7 +103,7 @@ def test_a_finished_run_that_is_started_again_trains_nothing(tmp_path):
 def test_the_loss_falls_and_the_base_is_shared(tmp_path):
   one = finished(tmp_path, tiny.experiment(steps=30))
   found = summary.summarize(one)
-  assert found['drop'] > 0.5
+  assert found['drop'] > 0.3
   assert found['base_identity'] == '12/12'
   assert found['compiles'] == 1
   assert found['bytes']['adapter'] == _parts.nbytes(one.parts.adapter)
@@ -122,13 +139,61 @@ def damage(folder, step):
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_used_when_told_so(tmp_path):
   stop_after(tmp_path, 5)
   damage(tmp_path, 4)
-  match = r"checkpoints/4' is damaged: .* --fallback continues from step 2\."
+  match = r"checkpoints/4' is damaged: .* --fallback moves it aside and continues from step 2\."
   with pytest.raises(ValueError, match=match):
     start(tmp_path)
   one, lines = start(tmp_path, fallback=True)
   assert one.step == 2
-  assert 'It is removed; the one of step 2 is used.' in lines[0]
+  assert f"It is moved to '{tmp_path}/damaged/4'; the one of step 2 is used." in lines[0]
   assert lines[1] == 'tiny: continues from step 2 of 6'
+  assert (tmp_path / 'damaged' / '4' / 'sha256.json').exists()
+  loop.train([one], say=lambda line: None)
+  chex.assert_trees_all_equal(state(one), state(finished(tmp_path / 'whole')))
+
+
+def test_where_no_checkpoint_is_sound_nothing_is_moved(tmp_path):
+  stop_after(tmp_path, 5)
+  damage(tmp_path, 4)
+  damage(tmp_path, 2)
+  for fallback in (False, True):
+    with pytest.raises(ValueError, match=r"4' is damaged: .* No older one is sound; --overwrite"):
+      start(tmp_path, fallback=fallback)
+  assert sorted(f.name for f in (tmp_path / 'checkpoints').iterdir()) == ['2', '4']
+
+
+def other_text(**changes):
+  rows = dataclasses.replace(tiny.text().rows, **changes.pop('rows', {}))
+  return dataclasses.replace(tiny.text(), rows=rows, **changes)
+
+
+FOREIGN = {
+  'another text': (
+    {'text': other_text(rows={'stream': tiny.text().rows.stream[::-1]})},
+    r"data\.corpus 'chitchat' does not give .* saved with fingerprint '\w+'; this run has '\w+'",
+  ),
+  'another held-out text': (
+    {'text': other_text(held_out_id='b')},
+    "saved with held_out ''; this run has 'b'",
+  ),
+  'another base': ({'model': tiny.base_model(seed=1)}, 'trained on another base'),
+}
+
+
+@pytest.mark.parametrize('fallback', (False, True))
+@pytest.mark.parametrize('name', FOREIGN)
+def test_a_sound_checkpoint_is_never_fallen_back_from(tmp_path, name, fallback):
+  stop_after(tmp_path, 5)
+  before = tree(tmp_path)
+  changes, match = FOREIGN[name]
+  with pytest.raises(ValueError, match=match) as told:
+    start(tmp_path, fallback=fallback, **changes)
+  assert f"Checkpoint '{tmp_path}/checkpoints/4'" in str(told.value)
+  assert 'fallback' not in str(told.value)
+  assert tree(tmp_path) == before
+
+
+def tree(folder):
+  return {f: f.read_bytes() for f in sorted(folder.rglob('*')) if f.is_file()}
 
 
 def test_a_checkpoint_on_another_base_is_refused(tmp_path):
@@ -161,6 +226,29 @@ def test_a_stop_saves_and_is_told(tmp_path):
   assert loop.EXIT_CODES[one.status] == 42
   again, _ = start(tmp_path)
   assert again.step == 3
+
+
+@pytest.mark.parametrize('times', (1, 2))
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, times, capfd):
+  one, _ = start(tmp_path)
+  update = one.update
+
+  def interrupted():
+    ended = update()
+    if one.step == 3:
+      for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+    return ended
+
+  one.update = interrupted
+  before = signal.getsignal(signal.SIGINT)
+  with pytest.raises(KeyboardInterrupt):
+    loop.train([one], say=lambda line: None)
+  assert signal.getsignal(signal.SIGINT) is before
+  assert 'Ctrl-C again ends at once' in capfd.readouterr().err
+  one.close()
+  again, _ = start(tmp_path)
+  assert again.step == {1: 3, 2: 2}[times]
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path):

@@ -177,3 +177,13 @@ def test_the_loss_is_the_mean_over_tokens_that_count():
   [metrics] = one.run(batch)
   np.testing.assert_allclose(metrics['loss'], float(expected), rtol=1e-5)
   assert metrics['tokens'] == float(loss.count_tokens(batch))
+
+
+def test_an_update_beyond_all_numbers_is_not_kept_and_its_loss_is_nan():
+  one = tiny.trainee(learning_rate=1e38)
+  before = numbers(one.parts.adapter)
+  found = one.run(tiny.batch())[0]
+  assert np.isnan(found['loss'])
+  assert np.isfinite(found['grad_norm'])
+  assert found['skipped'] == 1
+  chex.assert_trees_all_equal(numbers(one.parts.adapter), before)

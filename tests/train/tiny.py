@@ -11,24 +11,14 @@ import numpy as np
 import peftlab
 from peftlab.data.batches import held_out_batches
 from peftlab.data.rows import Rows
-from peftlab.models.config import DecoderConfig
 from peftlab.models.decoder import Decoder, layer_constants
 from peftlab.plugins.lora import LoRA
 from peftlab.train import config, opt_state, step
 from peftlab.train.text import Text
+from tests.models.small import SMALL
 
-VOCAB = 31
-DECODER = DecoderConfig(
-  family='llama',
-  vocab=VOCAB,
-  layers=2,
-  embed=8,
-  mlp=12,
-  q_heads=2,
-  kv_heads=1,
-  head_dim=4,
-  max_length=64,
-)
+DECODER = dataclasses.replace(SMALL, max_length=64)
+VOCAB = DECODER.vocab
 
 
 class Tokenizer:
@@ -83,7 +73,7 @@ def text(rows: int = 10, length: int = 8) -> Text:
     pieces=np.array(pieces, np.int64),
     source={'corpus': 'cycle'},
   )
-  held = held_out_batches(made, size=2, count=2)
+  held = held_out_batches(made, size=2, count=4)
   return Text(tokenizer=Tokenizer(), rows=made, held_out=held, prompts=[[1, 2, 3], [5]])
 
 

@@ -16,7 +16,7 @@ def experiment(corpus, **changes):
     name=corpus,
     base=BASE,
     adapter=LoRA(rank=4),
-    data=config.DataConfig(corpus=corpus, length=32, batch=4, max_rows=60, eval_batches=3),
+    data=config.DataConfig(corpus=corpus, length=32, batch=4, max_rows=60, eval_rows=12),
     train=config.TrainConfig(steps=25, learning_rate=1e-2, checkpoint_every=0, sample_tokens=4),
   )
   return dataclasses.replace(made, **changes)

@@ -1,0 +1,79 @@
+"""Convert an adapter of another trainer: --from=maxtext|tunix|hf --source=PATH --out=DIR."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from typing import Any
+
+from absl import flags
+
+from peftlab.cli import _flags, _help, _source
+from peftlab.formats import files
+
+_FROM = ('hf', 'maxtext', 'tunix')
+
+
+def _define(values: flags.FlagValues) -> None:
+  options: dict[str, Any] = {'flag_values': values}
+  text = 'who wrote it: hf (a PEFT folder), maxtext or tunix (LoRA)'
+  flags.DEFINE_enum('from', None, list(_FROM), text, **options)
+  text = 'a PEFT folder; or the folder of an Orbax checkpoint, an .npz or a .safetensors file'
+  flags.DEFINE_string('source', '', text, **options)
+  flags.DEFINE_string('base', _source.DEFAULT, 'the base of the adapter', **options)
+  text = 'the LoRA alpha that it was trained with, which maxtext and tunix keep elsewhere'
+  flags.DEFINE_float('alpha', None, text, **options)
+  flags.DEFINE_string('out', '', 'folder for the adapter; PEFT reads it too', **options)
+
+
+def run(argv: list[str]) -> int:
+  """`peftlab convert`."""
+  if _help.wanted(argv):
+    values = flags.FlagValues()
+    _define(values)
+    print(f'peftlab convert --from=maxtext --source=PATH --alpha=16 --out=DIR\n\n{__doc__}\n')
+    print(_help.show_flags(values))
+    return 0
+  values = _flags.parse_plain(argv, _define)
+  origin = values['from'].value
+  for name, given in (('from', origin), ('source', values.source), ('out', values.out)):
+    if not given:
+      raise ValueError(f'--{name} is missing; expected --from=WHO --source=PATH --out=DIR.')
+  if origin != 'hf' and values.alpha is None:
+    raise ValueError(f'--alpha is missing: {origin} does not keep it with the factors.')
+  if origin == 'hf' and values.alpha is not None:
+    raise ValueError('--alpha is given, but a PEFT folder says its own.')
+  files.writable_folder(values.out, subject='--out')
+  from peftlab.formats import adapter_folder
+  from peftlab.models.load import load_model
+
+  base = _source.base_source(values.base, ())
+  model: Any = load_model(base)
+  with tempfile.TemporaryDirectory() as name:
+    folder = values.source
+    if origin != 'hf':
+      folder = pathlib.Path(name) / 'peft'
+      _as_peft(model, values.source, origin, values.alpha, folder)
+    model = adapter_folder.load_adapter(model, folder)
+  adapter_folder.save_adapter(model, values.out, source=base)
+  print(f'{values.out}: an adapter of {base}, from {values.source}')
+  return 0
+
+
+def _as_peft(model: Any, source: str, origin: str, alpha: float, folder: pathlib.Path) -> None:
+  """Writes the factors of another trainer as a PEFT folder."""
+  from peftlab.formats import foreign, hf_peft, layer_names
+
+  subject = f"'{source}' ({origin})"
+  arrays = foreign.read_arrays(source)
+  factors = foreign.factors(model, arrays, foreign.ORIGINS[origin], subject=subject)
+  ranks = {one.a.shape[0] for one in factors.values()}
+  if len(ranks) > 1:
+    raise ValueError(f'{subject} has factors of ranks {sorted(ranks)}; expected one rank.')
+  every = [place.hf_name or place.name for place in layer_names.places(model).values()]
+  config = {
+    'r': ranks.pop(),
+    'lora_alpha': alpha,
+    'target_modules': hf_peft.target_names(factors, among=every),
+  }
+  hf_peft.write_peft_folder(folder, config, hf_peft.to_tensors(factors))

@@ -1,0 +1,101 @@
+"""What can be told of an experiment before a weight is read: on the shapes of its base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import pathlib
+import warnings
+
+from flax import nnx
+import jax
+
+from peftlab import _attach, _parts
+from peftlab.models import load
+from peftlab.train import devices, page, step
+from peftlab.train.config import Experiment
+from peftlab.train.opt_state import StepOptions, optimizer, partition
+from peftlab.train.text import check_length
+
+_MEMORY = pathlib.Path('/proc/meminfo')
+_LIMITS = ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_bytes')
+
+
+def check(experiment: Experiment) -> nnx.Module:
+  """The base as shapes, where the experiment fits it and its devices.
+
+  Raises:
+    ValueError: no such base, too few devices, a pattern that matches no layer, an adapter that
+      does not fit them, rows that are too long, a role that no slot has, or arrays that no memory
+      here holds.
+  """
+  mesh = devices.make_mesh(experiment.mesh)
+  devices.check_batch(experiment, mesh)
+  base = experiment.base
+  shapes = load.outline(
+    base.source, applier=base.make_applier(), dtype=base.dtype, **base.quantization
+  )
+  shapes.lay_out(mesh)
+  check_length(experiment, shapes)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # they are told when the adapter is attached
+    model, _ = _attach.attach(
+      shapes,
+      experiment.adapter,
+      where=experiment.where,
+      exclude=experiment.exclude,
+      rngs=experiment.seed,
+      name=experiment.name,
+    )
+  parts, options = _parts.split(model), StepOptions.of(experiment.train)
+  step.check_roles(parts, options)
+  places = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+  check_memory(sizes(parts, options), memory(places))
+  return shapes
+
+
+def sizes(parts: _parts.Parts, options: StepOptions) -> dict[str, int]:
+  """Bytes of what lies in memory at once in every step, {what: bytes}; activations left out."""
+  trained, _ = partition(parts)
+  moments = jax.eval_shape(optimizer(options, 1.0, 0.0).init, trained)
+  return {
+    'base': _parts.nbytes(parts.base),
+    'adapter': _parts.nbytes(parts.adapter),
+    'gradient': _parts.nbytes(trained),
+    'optimizer': _parts.nbytes(moments),
+  }
+
+
+def check_memory(needed: Mapping[str, int], there: int | None) -> None:
+  """Raises ValueError where some arrays together are larger than a memory (None: unknown)."""
+  total = sum(needed.values())
+  if there is not None and total > there:
+    each = ', '.join(f'{name} {page.size(count)}' for name, count in needed.items())
+    raise ValueError(
+      f'The run needs {page.size(total)} of memory ({each}); there are {page.size(there)}. '
+      'Expected a smaller adapter (rank, where), a smaller base (dtype), or more devices (mesh).'
+    )
+
+
+def memory(places: list[jax.Device]) -> int | None:
+  """Bytes that some devices have left, together; None where they do not say."""
+  if places[0].platform == 'cpu':
+    return host_memory()
+  stats = [device.memory_stats() or {} for device in places]
+  if not all('bytes_limit' in found for found in stats):
+    return None
+  return sum(found['bytes_limit'] - found.get('bytes_in_use', 0) for found in stats)
+
+
+def host_memory() -> int | None:
+  """Bytes that this process may still take: of the machine, or of its share of it."""
+  if not _MEMORY.exists():
+    return None
+  lines = (line.split() for line in _MEMORY.read_text().splitlines())
+  fields = {words[0].rstrip(':'): int(words[1]) * 1024 for words in lines if len(words) > 1}
+  found = [fields.get('MemAvailable', 0) + fields.get('SwapFree', 0)]
+  for name in _LIMITS:
+    path = pathlib.Path(name)
+    limit = path.read_text().strip() if path.exists() else 'max'
+    if limit.isdigit():
+      found.append(int(limit))
+  return min(found)
