@@ -144,8 +144,9 @@ def load_adapter(
 
   Raises:
     ValueError: a missing, damaged or edited file, an unknown type, layers that are missing, too
-      many or of other shapes, another base, or a taken name.
+      many or of other shapes, another base, or a name that cannot be.
   """
+  _attach.check_name(name)
   directory = files.existing_folder(directory)
   adapters, values, card = _read(directory)
   known = layer_names.places(model)

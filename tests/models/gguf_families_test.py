@@ -9,7 +9,7 @@ import pytest
 import peftlab
 from peftlab.formats.gguf import GGUFFile
 from peftlab.formats.hf_weights import HfWeights
-from peftlab.models import gemma3, llama
+from peftlab.models import gemma2, llama
 from peftlab.models.load import load_model, source_path
 from tests.models import goldens
 
@@ -95,4 +95,4 @@ def test_keys_that_change_the_maths_are_refused(tmp_path, keys, message):
 
 
 def test_pattern_windows():
-  assert gemma3.pattern_windows(7, 9, 3) == (9, 9, 0, 9, 9, 0, 9)
+  assert gemma2.pattern_windows(7, 9, 3) == (9, 9, 0, 9, 9, 0, 9)

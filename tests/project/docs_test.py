@@ -145,3 +145,8 @@ def test_files_it_names_exist(page):
   named = re.findall(r'`((?:peftlab|plugins|tests|experiments|tools)/[\w/]+\.\w+)`', text)
   wrong = [n for n in named if not (imports.ROOT / n).exists() and '/my_' not in n]
   assert not wrong
+
+
+def test_the_adapter_table_of_the_readme_is_what_the_command_prints(tmp_path):
+  printed = run((sys.executable, '-m', 'peftlab', 'adapters'), tmp_path)
+  assert printed in blocks('../README.md', 'text')
