@@ -221,7 +221,7 @@ def test_loading_twice_under_one_name_is_refused(saved):
   loaded = peftlab.load_adapter(Stacked(), saved[1])
   with pytest.raises(ValueError, match="already has an adapter named 'default'"):
     peftlab.load_adapter(loaded, saved[1])
-  with pytest.raises(ValueError, match='^The adapter name 3 must be made of letters'):
+  with pytest.raises(ValueError, match=r'^The adapter name 3 must be made of letters'):
     peftlab.load_adapter(Stacked(), saved[1], name=3)
 
 
