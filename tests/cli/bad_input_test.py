@@ -14,7 +14,10 @@ FOLDER = pathlib.Path(demo.__file__).parent
 # What is given -> what the line must say.
 FLAGS = {
   'no_command': (('trian',), "No command 'trian'; did you mean 'train'?"),
-  'no_config': (('train',), '--config is missing; expected a file, or one of: '),
+  'no_config': (
+    ('train',),
+    '--config is missing; expected a file, or one of: ablation, demo, glassllm_lora',
+  ),
   'unknown_flag': (
     ('train', NAME, '--wrokdir=x'),
     "No flag '--wrokdir'; did you mean '--workdir'?",
