@@ -6,7 +6,7 @@ WORKERS ?= 2
 ARGS ?=
 
 PY := $(VENV)/bin/python
-test bench bazel bench-sweep bench-serve sweep-demo: export JAX_PLATFORMS ?= cpu
+test test-plan bench bazel bench-sweep bench-serve bench-trainers sweep-demo: export JAX_PLATFORMS ?= cpu
 
 .PHONY: help
 help: ## List the commands.
@@ -23,6 +23,11 @@ demo: venv ## Train two adapters on one SmolLM2; writes runs/demo/.
 .PHONY: test
 test: venv ## Run the tests.
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+.PHONY: test-plan
+test-plan: venv ## Run the tests of plans with the TPU compiler; fetches it (214 MB) into .tpu/.
+	@sh tools/libtpu.sh $(VENV) .tpu || { status=$$?; [ $$status -eq 3 ] && exit 0; exit $$status; }; \
+	PYTHONPATH=$(CURDIR)/.tpu $(PY) -m pytest tests/plan $(ARGS)
 
 .PHONY: bench
 bench: venv ## Measure the LoRA step against plain JAX, compile time, memory.
@@ -44,6 +49,10 @@ bench-quant: venv ## Measure quantizers: bits, error, loss, CPU steps; TPU figur
 .PHONY: bench-serve
 bench-serve: venv ## Measure a batch of many adapters, by how many wait.
 	$(PY) benchmarks/bench_serve.py
+
+.PHONY: bench-trainers
+bench-trainers: venv ## Measure the trainer: objective, layers, experts, quantized bases.
+	$(PY) benchmarks/trainers.py
 
 .PHONY: lint
 lint: venv ## Check format, lint, types, import order and BUILD files.

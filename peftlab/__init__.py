@@ -28,12 +28,21 @@ from peftlab._adapter import zeros as zeros
 # Layers of any type.
 from peftlab._kernel import register_layer as register_layer
 from peftlab._kernel import register_norm as register_norm
+from peftlab._kernel import register_point as register_point
+
+# Places without a weight, and the tokens of a batch.
+from peftlab._batch import Batch as Batch
+from peftlab._batch import offering as offering
+from peftlab._points import Point as Point
+from peftlab._points import before as before
 
 # Attaching.
 from peftlab._attach import activate as activate
 from peftlab._attach import attach as attach
 from peftlab._attach import detach as detach
 from peftlab._attach import disabled as disabled
+from peftlab._moments import Moments as Moments
+from peftlab._moments import input_moments as input_moments
 from peftlab._report import Report as Report
 
 # Quantized bases.

@@ -3,76 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Any, ClassVar, Protocol
+import math
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from peftlab import _registry
 
 # Re-exported: the contract is one module to those who import it.
+from peftlab._base import Base, PlainBase, PointBase, dropped  # noqa: F401
 from peftlab._slot import Init, Slot, Values, constant, copy, initial, together, zeros  # noqa: F401
-
-
-class Base(Protocol):
-  """The frozen kernel as an adapter's `apply` sees it."""
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """x [..., in] -> x W [..., out], without bias."""
-
-  @property
-  def shape(self) -> tuple[int, int]:
-    """(in, out)."""
-    ...
-
-  def weight(self) -> jax.Array:
-    """The kernel [in, out], dequantized if it was quantized, in the dtype of the layer's input."""
-
-  def bias(self) -> jax.Array:
-    """The layer's bias [out]; zeros where it has none."""
-
-  def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """x with dropout in training, x itself in eval."""
-
-
-@dataclasses.dataclass
-class PlainBase:
-  """The `Base` of a matrix at hand, without dropout. Knows whether the weight was read.
-
-  Attributes:
-    matrix: [in, out].
-    added: the bias [out], or None.
-  """
-
-  matrix: jax.Array
-  added: jax.Array | None = None
-  read: bool = False
-
-  @property
-  def shape(self) -> tuple[int, int]:
-    """(in, out)."""
-    return self.matrix.shape[0], self.matrix.shape[1]
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """x [..., in] -> [..., out]."""
-    return x @ self.matrix
-
-  def weight(self) -> jax.Array:
-    """The matrix."""
-    self.read = True
-    return self.matrix
-
-  def bias(self) -> jax.Array:
-    """The bias, or zeros."""
-    return jnp.zeros(self.shape[1:], self.matrix.dtype) if self.added is None else self.added
-
-  def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """x itself."""
-    del rate
-    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +40,13 @@ class Adapter(abc.ABC):
   dtype cast, a checkpoint or a flag. Claims about it are class variables, and the conformance
   suite fails a false one, either way.
 
+  A type that goes on points (see `peftlab.Point`) sees a sequence instead: `apply` is given
+  [batch, length, out] and gives it back, with rows of its own in front if it has any. There 'in'
+  and 'out' are both the number of features.
+
   Attributes:
+    point: the role of the points that the type goes on ('inputs', 'prefix'); '': on weights.
+    reads_batch: `apply` asks `base.batch` for the tokens of the batch.
     identity_at_start: a fresh adapter leaves the output as it was.
     mergeable: `fuse` gives a kernel whose plain matmul equals `apply`.
     additive: what `fuse` adds to a kernel and `fuse_bias` to a bias is the same whatever they
@@ -109,11 +58,13 @@ class Adapter(abc.ABC):
     quantized_base: it works on a base of codes, which `base.weight()` dequantizes.
     mixed_batch: `apply` may be mapped over rows that each have arrays of their own.
     small: fields of an instance for small kernels, such as Linear(48 -> 32).
-    peft_type: the name of this type in HF PEFT's adapter_config.json, or None; with it come
-      `to_peft` and `from_peft`.
-    peft_fields: the fields that PEFT's config holds.
+    peft: how HF PEFT writes this type, a `peftlab.formats.peft_form.PeftForm`; None: PEFT lacks it.
+    peft_rows: how PEFT writes it where it is of virtual tokens, a `RowsForm` of `peft_rows`.
+    peft_beside: how PEFT writes it beside another type, a `Beside` of the same module; None: not.
   """
 
+  point: ClassVar[str] = ''
+  reads_batch: ClassVar[bool] = False
   identity_at_start: ClassVar[bool] = True
   mergeable: ClassVar[bool] = True
   additive: ClassVar[bool] = True
@@ -124,8 +75,9 @@ class Adapter(abc.ABC):
   quantized_base: ClassVar[bool] = True
   mixed_batch: ClassVar[bool] = True
   small: ClassVar[Mapping[str, Any]] = {}
-  peft_type: ClassVar[str | None] = None
-  peft_fields: ClassVar[tuple[str, ...]] = ()
+  peft: ClassVar[Any] = None
+  peft_rows: ClassVar[Any] = None
+  peft_beside: ClassVar[Any] = None
 
   def __post_init__(self):
     """Checks that every field has its declared type; a type's own checks come after this one."""
@@ -173,7 +125,10 @@ class Adapter(abc.ABC):
 
   @abc.abstractmethod
   def apply(self, x: jax.Array, base: Base, p: Values) -> jax.Array:
-    """x [..., in] -> y [..., out], without the layer's bias."""
+    """x [..., in] -> y [..., out], without the layer's bias.
+
+    At a point x [batch, length, out] -> y [batch, n + length, out], n rows before the sequence.
+    """
 
   def fuse(self, w: jax.Array, p: Values) -> jax.Array:
     """The kernel [in, out] whose plain matmul equals `apply`, from w [in, out]; in float32.
@@ -230,25 +185,10 @@ class Adapter(abc.ABC):
     """What is added to the loss, the mean of it over all kernels, [] float32; None: nothing."""
     del p
 
-  def to_peft(
-    self, values: Mapping[str, Mapping[str, Any]], *, embeddings: Collection[str] = ()
-  ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config and the tensors of HF PEFT's folder for this adapter.
-
-    Args:
-      values: {layer: {slot: numpy array of one layer}}.
-      embeddings: which of the layers are embeddings.
-    """
-    del values, embeddings
-    raise ValueError(f'{type(self).__name__} has no form in HF PEFT.')
-
-  @classmethod
-  def from_peft(
-    cls, config: Mapping[str, Any], tensors: Mapping[str, Any]
-  ) -> tuple[Adapter, dict[str, dict[str, Any]]]:
-    """Inverse of `to_peft`: the adapter, and {layer: {slot: numpy array of one layer}}."""
-    del config, tensors
-    raise ValueError(f'{cls.__name__} has no form in HF PEFT.')
+  @property
+  def where(self) -> str:
+    """The layers that it goes on where none are named: all linear ones, or the points of a role."""
+    return self.point or 'all-linear'
 
   @property
   def stochastic(self) -> bool:
@@ -321,11 +261,24 @@ def slots_at(
     adapter: any.
     sizes: of the kernel.
     bias: whether the layer has one.
+
+  Raises:
+    ValueError: a field that is not finite, or see `slot_shape`.
   """
+  _check_finite(adapter)
   every = {n: s for n, s in adapter.slots().items() if bias or s.of != 'bias'}
   shapes = {n: slot_shape(s, adapter, sizes=sizes) for n, s in every.items()}
   shapes = {n: shape for n, shape in shapes.items() if 0 not in shape}
   return {n: s for n, s in every.items() if n in shapes}, shapes
+
+
+def _check_finite(adapter: Adapter) -> None:
+  """Not a matter of `__post_init__`: nothing may depend on what an `initial` field holds."""
+  for field in dataclasses.fields(adapter):
+    value = getattr(adapter, field.name)
+    if isinstance(value, float) and not math.isfinite(value):
+      name = f'{type(adapter).__name__}.{field.name}'
+      raise ValueError(f'{name} is {value}; it must be a finite number.')
 
 
 def _size(word: str, slot: Slot, adapter: Adapter, sizes: Mapping[str, int]) -> int:

@@ -16,8 +16,10 @@ from peftlab import (
   _initial,
   _layer,
   _linearity,
+  _padded,
   _parts,
   _plan,
+  _processes,
   _registry,
   _report,
   _sites,
@@ -29,12 +31,14 @@ def attach(
   model: nnx.Module,
   adapter: _adapter.Adapter | Mapping[str, _adapter.Adapter],
   *,
-  where: _sites.Patterns = 'all-linear',
+  where: _sites.Patterns | None = None,
   exclude: _sites.Patterns = (),
   rngs: nnx.Rngs | jax.Array | int = 0,
   name: str = 'default',
   fields: Mapping[str, Mapping[str, Any]] | None = None,
+  experts: str | Mapping[str, str] = 'each',
   full: nnx.Module | None = None,
+  indivisible: str = 'drop',
 ) -> tuple[nnx.Module, _report.Report]:
   """A model with an adapter at every layer that `where` names; the one given is untouched.
 
@@ -47,13 +51,17 @@ def attach(
     model: any nnx model.
     adapter: an instance of a registered adapter type, or {pattern: instance} for layers that get
       different ones; the first pattern that names a layer wins, and `where` is not given.
-    where: patterns, see `select`.
+    where: patterns, see `select`; None: what the type is for, 'all-linear' or its points.
     exclude: patterns of layers to leave alone.
     rngs: seed, key, or nnx.Rngs (one draw of its `params` stream).
     name: names the adapter; a layer can carry several.
     fields: {field: {pattern: value}}: other values of a field for some layers, each field on its
       own ({'rank': {'attn.q': 4}, 'alpha': {'mlp': 32.0}}); the first pattern wins.
+    experts: whether 'each' expert of a layer has arrays of its own, or all share 'one' set of them;
+      or {pattern: word}, the first pattern wins. Types that start from a weight have them for each.
     full: the model as it was before it was quantized, for types that start from what was lost.
+    indivisible: where a mesh axis does not divide a dimension of the adapter's arrays: 'drop' does
+      not use it there, 'pad' stores the dimension longer in memory, 'error' refuses.
 
   Returns:
     The model and the table of what was adapted.
@@ -63,23 +71,38 @@ def attach(
   """
   by_pattern, where = _by_pattern(adapter, where)
   check_name(name)
+  pad = _padded.check_indivisible(indivisible) == 'pad'
   model = _parts.merge(_parts.split(model))
-  every = _sites.sites(model, norms=any(one.norms for one in by_pattern.values()))
-  chosen = _sites.select(every, where, exclude)
-  _linearity.check(chosen)
+  norms = any(one.norms for one in by_pattern.values())
+  every = _sites.sites(model, norms=norms, points=True)
+  fitting = _sites.fitting(every, list(by_pattern.values()), where)
+  chosen = _sites.with_experts(_sites.select(fitting, where, exclude), experts)
   kinds = _sites.assign(chosen, by_pattern, fields or {})
   held = shared_variables(model, name)
-  plans = [_plan.plan(site, kinds[site.path], name) for site in chosen]
-  plans = _plan.share(plans, {key: v.shape for key, v in held.items()})
-  _plan.warn_of_ranks(plans)
-  arrays = _initial.initial_values(
-    plans,
-    _stack.root_key(rngs),
-    held={key: v.get_raw_value() for key, v in held.items()},
-    full=None if full is None else {site.path: site for site in _sites.sites(full, norms=True)},
-  )
+  plans = _plans(chosen, kinds, name, held, pad=pad)
+  if indivisible == 'error':
+    _padded.refuse([lost for plan in plans for lost in plan.dropped])
+  raw = {key: v.get_raw_value() for key, v in held.items()}
+  lost = None if full is None else {s.path: s for s in _sites.sites(full, norms=True, points=True)}
+  arrays = _initial.initial_values(plans, _stack.root_key(rngs), held=raw, full=lost)
   install(plans, name, arrays, held=held)
   return model, _report.Report.of(every, plans, adapter, name)
+
+
+def _plans(
+  chosen: Sequence[_sites.Site],
+  kinds: Mapping[tuple, _adapter.Adapter],
+  name: str,
+  held: Mapping[tuple, _parts.AdapterParam],
+  *,
+  pad: bool,
+) -> list[_plan.Plan]:
+  """What each chosen layer gets; it is warned of ranks that are more than full."""
+  _linearity.check(chosen)
+  plans = [_plan.plan(site, kinds[site.path], name, pad=pad) for site in chosen]
+  plans = _plan.share(plans, {key: v.shape for key, v in held.items()})
+  _plan.warn_of_ranks(plans)
+  return plans
 
 
 def check_name(name: Any) -> None:
@@ -88,12 +111,14 @@ def check_name(name: Any) -> None:
     raise ValueError(f'The adapter name {name!r} must be made of letters, digits, _ and -.')
 
 
-def _by_pattern(adapter: Any, where: _sites.Patterns) -> tuple[dict[str, Any], _sites.Patterns]:
+def _by_pattern(
+  adapter: Any, where: _sites.Patterns | None
+) -> tuple[dict[str, Any], _sites.Patterns]:
   """({pattern: adapter}, where); the pattern of a single adapter is ''."""
   if not isinstance(adapter, Mapping):
     _check_adapter(adapter)
-    return {'': adapter}, where
-  if where != 'all-linear' or not adapter:
+    return {'': adapter}, adapter.where if where is None else where
+  if where not in (None, 'all-linear') or not adapter:
     raise ValueError('With {pattern: adapter} the patterns say where; leave out `where`.')
   for one in adapter.values():
     _check_adapter(one)
@@ -159,6 +184,7 @@ def _attached(
       variables[slot_name] = shared[adapter, slot_name]
       continue
     kind = _parts.AdapterParam if slot.trainable else _parts.AdapterConstant
+    # The axes that count layers; that of the experts belongs to the layer.
     layers = plan.stacks[slot_name][: len(plan.site.stack) - plan.site.experts]
     metadata: dict[str, Any] = {'stack': layers} if layers or slot.shared else {}
     variables[slot_name] = kind(arrays[slot_name], **metadata)
@@ -171,14 +197,14 @@ def _attached(
       key = _initial.dropout_keys(plan, _initial.site_key(jax.random.key(0), plan.site))
     count = _zeros_like(key)
     rng = (nnx.RngKey(key, tag='dropout'), nnx.RngCount(count, tag='dropout'))
-  return _layer.Attached(adapter, name, variables, rng)
+  return _layer.Attached(adapter, name, variables, rng, one=plan.site.one)
 
 
 def _zeros_like(key: Any) -> Any:
   """A count of 0 per key; a shape, where the keys are one."""
   if isinstance(key, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(key.shape, jnp.uint32, sharding=key.sharding)
-  return jax.device_put(jnp.zeros(key.shape, jnp.uint32), key.sharding)
+  return _processes.put(jnp.zeros(key.shape, jnp.uint32), key.sharding)
 
 
 def adapted(model: nnx.Module) -> dict[tuple, Any]:

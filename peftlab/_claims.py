@@ -16,6 +16,7 @@ SIZES = (48, 32)
 RANK = 4
 STATED = ('identity_at_start', 'mergeable', 'embeddings', 'norms', 'conv', 'experts')
 STATED += ('quantized_base', 'mixed_batch')
+OF_WEIGHTS = ('embeddings', 'norms', 'conv', 'experts')  # kinds of layers that have a weight
 
 
 def small(cls: type[_adapter.Adapter], *, rank: int = RANK) -> _adapter.Adapter:
@@ -32,16 +33,22 @@ def row(adapter: _adapter.Adapter) -> dict[str, Any]:
 
   Besides the class variables: needs_weight (for first values, or in `apply`), shared (slots that
   the model has once), divides (quotients that must come out even), trainable (numbers on a linear
-  layer 48 -> 32).
+  layer 48 -> 32, or at a point of 32 features), goes_on ('weights', or points of a role).
   """
   slots = adapter.slots()
-  stated: dict[str, Any] = {name: getattr(adapter, name) for name in STATED}
+  stated: dict[str, Any] = {'goes_on': adapter.point or 'weights'}
+  stated |= {n: getattr(adapter, n) and not (adapter.point and n in OF_WEIGHTS) for n in STATED}
   return stated | {
     'needs_weight': any(s.needs_weight for s in slots.values()) or reads_weight(adapter),
     'shared': any(s.shared for s in slots.values()),
     'divides': ', '.join(_adapter.divided(adapter)),
-    'trainable': trainable(adapter, {'in': SIZES[0], 'out': SIZES[1]}),
+    'trainable': trainable(adapter, _sizes(adapter)),
   }
+
+
+def _sizes(adapter: _adapter.Adapter) -> dict[str, int]:
+  """Of the kernel, or the point, that a row of the table is about."""
+  return {'in': SIZES[1] if adapter.point else SIZES[0], 'out': SIZES[1]}
 
 
 def trainable(adapter: _adapter.Adapter, sizes: Mapping[str, int]) -> int:
@@ -52,6 +59,8 @@ def trainable(adapter: _adapter.Adapter, sizes: Mapping[str, int]) -> int:
 
 def reads_weight(adapter: _adapter.Adapter) -> bool:
   """Whether `apply` asks for the kernel itself."""
+  if adapter.point:
+    return False
   slots, shapes = _adapter.slots_at(adapter, sizes={'in': SIZES[0], 'out': SIZES[1]})
   found = []
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _adapter, _kernel, _packed, _parts, _plan, _sites, _stack
+from peftlab import _adapter, _kernel, _packed, _padded, _parts, _plan, _sites, _stack
 
 
 def initial_values(
@@ -62,21 +62,25 @@ def dropout_keys(plan: _plan.Plan, key: jax.Array) -> Any:
   sharding = next(iter(plan.shardings.values()))
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec())
-  layers = plan.site.layers
+  layers = plan.site.own_layers
   form = _Form('dropout', (), None, tuple(range(len(layers))), sharding)
-  run = _maker((_One('dropout', _keep_key, ()),), (form,), plan.site.numbers)
+  run = _maker((_One('dropout', _keep_key, ()),), (form,), plan.site.own_numbers)
   return _run(run, plan, (form,), key)['dropout']
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-  """How one array is made: its name, shape and dtype for one layer, its layer axes, sharding."""
+  """How one array is made: its name, shape and dtype for one layer, its layer axes, sharding.
+
+  `stored` is the whole shape in memory of one that is padded.
+  """
 
   name: str
   own: tuple[int, ...]
   dtype: Any
   at: tuple[int, ...]
   sharding: Any
+  stored: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +113,8 @@ class _Start:
 
 def _form(plan: _plan.Plan, name: str) -> _Form:
   own = tuple(s for i, s in enumerate(plan.shapes[name]) if i not in plan.stacks[name])
-  return _Form(name, own, plan.slots[name].dtype, plan.stacks[name], plan.shardings[name])
+  dtype, at, stored = plan.slots[name].dtype, plan.stacks[name], plan.stored.get(name)
+  return _Form(name, own, dtype, at, plan.shardings[name], stored)
 
 
 def _own_values(plan: _plan.Plan, key: jax.Array, full: _sites.Site) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def _own_values(plan: _plan.Plan, key: jax.Array, full: _sites.Site) -> dict[str
     takes = (order.index('weight'), order.index('full')) if whole else ()
     makes.append(_start(plan, takes))
   forms = tuple(_form(plan, name) for name in own)
-  run = _maker(tuple(makes), forms, plan.site.numbers, tuple(how for _, how in given))
+  run = _maker(tuple(makes), forms, plan.site.own_numbers, tuple(how for _, how in given))
   return _run(run, plan, forms, key, *(value for value, _ in given)) if forms else {}
 
 
@@ -151,13 +156,13 @@ def _shared_value(plan: _plan.Plan, name: str, key: jax.Array) -> Any:
 
 
 def _source(site: _sites.Site, of: str) -> tuple[Any, tuple]:
-  """(the weight or bias of a site, (words, layer axes) of it)."""
+  """(the weight or bias of a site, (words, layer axes, factor) of it)."""
   if of == 'weight':
-    return site.weight.get_raw_value(), (site.layout.words, site.stack)
+    return site.weight.get_raw_value(), (site.layout.words, site.stack, site.factor)
   assert site.bias is not None
   value = site.bias.get_raw_value()
   rank = value.ndim - len(site.stack)
-  return value, (('out',) * rank, _stack.place_axes(site.stack, rank))
+  return value, (('out',) * rank, _stack.place_axes(site.stack, rank), 1.0)
 
 
 def _run(
@@ -166,12 +171,16 @@ def _run(
   """The values, or their shapes where the model is one of shapes."""
   weight = jax.tree.leaves(plan.site.weight.get_raw_value())[0]
   if not isinstance(weight, jax.ShapeDtypeStruct):
-    return run(*given)
-  made = jax.eval_shape(run, *given)
-  return {
-    f.name: jax.ShapeDtypeStruct(made[f.name].shape, made[f.name].dtype, sharding=f.sharding)
-    for f in forms
-  }
+    made = run(*given)
+  else:
+    shapes = jax.eval_shape(run, *given)
+    made = {
+      f.name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=f.sharding)
+      for f in forms
+      for s in [shapes[f.name]]
+    }
+  padded = {f.name: _padded.Padded(made[f.name], f.own) for f in forms if f.stored}
+  return {**made, **padded}
 
 
 @functools.lru_cache(maxsize=512)
@@ -179,7 +188,7 @@ def _maker(
   makes: tuple[_One | _Start, ...],
   forms: tuple[_Form, ...],
   numbers: tuple[tuple[int, ...], ...],
-  weights: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (),
+  weights: tuple[tuple[tuple[str, ...], tuple[int, ...], float], ...] = (),
 ) -> Callable[..., dict[str, jax.Array]]:
   """site key (, weights) -> {slot: array}, layer axes where the forms say, a key for each layer.
 
@@ -189,8 +198,8 @@ def _maker(
 
   def one(key: jax.Array, *weight: jax.Array) -> dict[str, jax.Array]:
     matrices = [
-      _kernel.as_matrix(w, words) if 'in' in words else w.reshape(-1)
-      for w, (words, _) in zip(weight, weights, strict=True)
+      _times(factor, _kernel.as_matrix(w, words) if 'in' in words else w.reshape(-1))
+      for w, (words, _, factor) in zip(weight, weights, strict=True)
     ]
     made = {}
     for make in makes:
@@ -201,9 +210,10 @@ def _maker(
   def every(key: jax.Array, *weight: jax.Array) -> dict[str, jax.Array]:
     for own in numbers:
       key = _fold_each(key, own)
-    front = (_front(w, stack) for w, (_, stack) in zip(weight, weights, strict=True))
+    front = (_front(w, stack) for w, (_, stack, _) in zip(weight, weights, strict=True))
     made = _over(layers, one)(key, *front)
-    return {f.name: jnp.moveaxis(made[f.name], range(layers), f.at) for f in forms}
+    moved = {f.name: jnp.moveaxis(made[f.name], range(layers), f.at) for f in forms}
+    return {f.name: _padded.widened(a, f.stored or a.shape) for f in forms for a in [moved[f.name]]}
 
   return jax.jit(every, out_shardings={f.name: f.sharding for f in forms})
 
@@ -212,7 +222,12 @@ def _front(weight: Any, stack: tuple[int, ...]) -> Any:
   """A weight with its layer axes first; one of codes and scales has them there."""
   if isinstance(weight, _packed.Packed):
     return weight
+  weight = _padded.cut(weight)
   return jnp.moveaxis(weight, stack, range(len(stack))).astype(jnp.float32)
+
+
+def _times(factor: float, matrix: jax.Array) -> jax.Array:
+  return matrix if factor == 1.0 else matrix * factor
 
 
 def _checked(made: dict[str, jax.Array], forms: tuple[_Form, ...]) -> dict[str, jax.Array]:

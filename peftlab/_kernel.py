@@ -45,7 +45,10 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class LayerType:
-  """What is registered for a layer class: names of weight and bias, and its layout."""
+  """What is registered for a layer class: names of weight and bias, and its layout.
+
+  A point has no weight; what stands here for one is that of the layer behind which it lies.
+  """
 
   weight: str
   bias: str | None
@@ -53,6 +56,7 @@ class LayerType:
   linear: bool
   check: bool
   norm: bool = False
+  point: bool = False
 
 
 _LAYERS: dict[type, LayerType] = {}
@@ -127,6 +131,12 @@ def register_norm(cls: type, *, weight: str = 'scale', bias: str | None = None) 
   """
   layout = Layout(words=('out',))
   _LAYERS[cls] = LayerType(weight, bias, lambda layer: layout, linear=False, check=False, norm=True)
+
+
+def register_point(cls: type) -> None:
+  """Lets types that go on points (`Adapter.point`) adapt modules of a class; see `Point`."""
+  layout = Layout(words=('in', 'out'))
+  _LAYERS[cls] = LayerType('', None, lambda point: layout, linear=False, check=False, point=True)
 
 
 OUTPUT = 'layer_output'

@@ -11,7 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _adapter, _groups, _kernel, _packed, _parts, _specs
+from peftlab import _adapter, _batch, _groups, _kernel, _packed, _parts, _points, _specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,10 @@ class Label:
 
 
 class Attached(nnx.Module):
-  """One adapter at one layer: its arrays, one attribute per slot, and its rng if it draws."""
+  """One adapter at one layer: its arrays, one attribute per slot, and its rng if it draws.
+
+  Where a layer has experts, each has arrays of its own, or all share them (`one`).
+  """
 
   def __init__(
     self,
@@ -30,8 +33,11 @@ class Attached(nnx.Module):
     name: str,
     arrays: Mapping[str, _parts.AdapterParam],
     rng: tuple[nnx.RngKey, nnx.RngCount] | None = None,
+    *,
+    one: bool = False,
   ):
     self.adapter = adapter
+    self.one = one  # all experts of the layer share the arrays
     self.label = Label(name)
     self.active = True
     for slot, variable in arrays.items():
@@ -93,6 +99,7 @@ def part_of(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 RESERVED = ('adapter', 'label', 'active', 'deterministic', 'rng_key', 'rng_count', 'name', 'read')
+RESERVED += ('one',)
 
 
 class FrozenKernel:
@@ -138,12 +145,12 @@ class FrozenKernel:
     """x with dropout in training; a lookup has no input to drop from."""
     if self.key is None or isinstance(x, _kernel.Lazy):
       return x
-    return _dropped(x, rate, self.key)
+    return _adapter.dropped(x, rate, self.key)
 
-
-def _dropped(x: jax.Array, rate: float | jax.Array, key: jax.Array) -> jax.Array:
-  keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-  return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+  @property
+  def batch(self) -> _batch.Batch | _batch.Everywhere:
+    """The tokens of the rows, where the model offers them."""
+    return _batch.offered(self._bare.shape[0])
 
 
 @dataclasses.dataclass
@@ -175,20 +182,25 @@ class _OneBlock:
     return self.whole.bias()[self.group]
 
   def dropout(self, x: jax.Array, rate: float | jax.Array) -> jax.Array:
-    return x if self.key is None else _dropped(x, rate, self.key)
+    return x if self.key is None else _adapter.dropped(x, rate, self.key)
+
+  @property
+  def batch(self) -> _batch.Batch | _batch.Everywhere:
+    raise ValueError('The rows of experts are sorted: they do not tell which tokens they are.')
 
 
 def apply_by_expert(
   attached: Attached, base: FrozenKernel, values: _adapter.Values, group_sizes: jax.Array
 ) -> jax.Array:
-  """`apply` on rows sorted by expert, each with the arrays of its own -> [rows, out]."""
+  """`apply` on rows sorted by expert, each with its own arrays or those of all -> [rows, out]."""
   blocks = _groups.Blocks.of(group_sizes, base.inputs.shape[0])
-  shared = {name for name, slot in attached.slots().items() if slot.shared}
+  shared = {name for name, slot in attached.slots().items() if slot.shared or attached.one}
   own = {name: blocks.take(value) for name, value in values.items() if name not in shared}
   keys = None
   if base.key is not None:
     index = jnp.arange(blocks.group.shape[0])
-    keys = jax.vmap(jax.random.fold_in)(blocks.take(base.key), index)
+    of_block = jnp.broadcast_to(base.key, index.shape) if attached.one else blocks.take(base.key)
+    keys = jax.vmap(jax.random.fold_in)(of_block, index)
 
   def one(x: Any, bare: Any, group: Any, key: Any, arrays: dict[str, Any]) -> jax.Array:
     here = _OneBlock(x, bare, key, group, base, group_sizes, blocks)
@@ -211,6 +223,8 @@ class AdaptedLayer(nnx.Module):
       return forward(inputs)
     found = _kernel.layer_type(self)
     assert found is not None
+    if found.point:
+      return apply_at_point(forward(inputs), active)
     groups = args[0] if _kernel.EXPERT in found.layout(self).words else None
     return apply_adapters(_kernel.View(self, forward, inputs, groups), active)
 
@@ -229,6 +243,27 @@ def apply_adapters(view: _kernel.View, active: list[Attached]) -> jax.Array:
     y = changed if y is None else y + (changed - base(base.inputs))
   assert y is not None
   return view.leave(_kernel.keep(y.astype(bare.dtype)), bare)
+
+
+def apply_at_point(x: jax.Array, active: list[Attached]) -> jax.Array:
+  """A sequence [batch, length, *features] behind the adapters of a point, one after the other."""
+  size = _points.features(x.shape)
+  y = x.reshape(*x.shape[:2], size)
+  for attached in active:
+    values = attached.values(y.dtype, {'in': size, 'out': size})
+    base = _adapter.PointBase(size, attached.next_key())
+    made = attached.adapter.apply(y, base, values).astype(y.dtype)
+    _points.added(y, made)
+    y = made
+  return y.reshape(*y.shape[:2], *x.shape[2:])
+
+
+def reads_batch(model: nnx.Module) -> bool:
+  """Whether an active adapter of a model asks for the tokens of the batch."""
+  return any(
+    isinstance(node, Attached) and node.active and node.adapter.reads_batch
+    for _, node in nnx.iter_graph(model)
+  )
 
 
 @functools.cache

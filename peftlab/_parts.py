@@ -162,7 +162,8 @@ def nbytes(tree: Any) -> int:
   """Bytes that the arrays of `tree` take on all devices together.
 
   Unique device buffers x bit width: a replicated array counts once per device, two references
-  to one array count once. Shapes without arrays (`jax.ShapeDtypeStruct`) count as on one device.
+  to one array count once; devices of other processes hold what those of this one do. Shapes
+  without arrays (`jax.ShapeDtypeStruct`) count as on one device.
 
   Args:
     tree: an nnx module, Parts, or any pytree of arrays.
@@ -176,9 +177,10 @@ def nbytes(tree: Any) -> int:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+      everywhere = leaf.sharding.num_devices // max(len(leaf.addressable_shards), 1)
       for shard in leaf.addressable_shards:
         key = (shard.device.id, shard.data.unsafe_buffer_pointer())
-        seen[key] = (shard.data.size * bits(leaf.dtype) + 7) // 8
+        seen[key] = (shard.data.size * bits(leaf.dtype) + 7) // 8 * everywhere
     elif hasattr(leaf, 'shape') and hasattr(leaf, 'dtype'):
       seen[id(leaf)] = (math.prod(leaf.shape) * bits(leaf.dtype) + 7) // 8
   return sum(seen.values())

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _adapter, _layer, _packed, _sites, _specs, _stack
+from peftlab import _adapter, _layer, _packed, _padded, _points, _sites, _specs, _stack
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What one site gets: the shape, dtype and sharding of every slot."""
+  """What one site gets: the shape, dtype and sharding of every slot.
+
+  `stored` has the shape in memory of those that are padded, see `_padded`.
+  """
 
   site: _sites.Site
   adapter: _adapter.Adapter
@@ -26,25 +29,31 @@ class Plan:
   stacks: dict[str, tuple[int, ...]]
   shardings: dict[str, Any]
   dropped: list[_specs.Dropped]
+  stored: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str) -> Plan:
+def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str, *, pad: bool = False) -> Plan:
   """What `site` gets from an adapter of that name.
+
+  With `pad` a dimension that a mesh axis does not divide is stored padded.
 
   Raises:
     ValueError: the name is taken there, or a slot does not fit the kernel.
   """
   if any(attached.name == name for attached in getattr(site.layer, 'adapters', ())):
     raise ValueError(f'{site.name} already has an adapter named {name!r}; detach it first.')
+  if not _sites.goes_on(adapter, site):
+    raise ValueError(_sites.wrong_kind(site, [adapter]))
   if site.kind.norm and not adapter.norms:
     raise ValueError(f'{type(adapter).__name__} does not work on the norm {site.name}.')
-  if not site.kind.linear and not site.kind.norm and not adapter.embeddings:
+  weighed = not site.kind.point
+  if weighed and not site.kind.linear and not site.kind.norm and not adapter.embeddings:
     raise ValueError(f'{type(adapter).__name__} does not work on the embedding {site.name}.')
   held = site.weight.get_raw_value()
   for claim, meets in (
     ('conv', site.kind.linear and site.layout.equation is None),
     ('experts', site.experts),
-    ('quantized_base', isinstance(held, _packed.Packed)),
+    ('quantized_base', weighed and isinstance(held, _packed.Packed)),
   ):
     if meets and not getattr(adapter, claim):
       raise ValueError(f'{type(adapter).__name__} says {claim} = False, so not on {site.name}.')
@@ -57,17 +66,32 @@ def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str) -> Plan:
   slots, own_shapes = _slots_at(site, adapter)
   if not slots:
     raise ValueError(f'{site.name} has no bias, and {type(adapter).__name__} adapts nothing else.')
-  shapes, stacks, shardings, dropped = {}, {}, {}, []
+  _check_one(site, adapter, slots)
+  shapes, stacks, shardings, stored, dropped = {}, {}, {}, {}, []
   for slot_name, slot in slots.items():
     own = own_shapes[slot_name]
-    stack = _stack.place_axes(site.stack, len(own))
-    shapes[slot_name] = _stack.insert(own, stack, site.layers)
+    stack = site.own_stack(len(own))
+    shapes[slot_name] = _stack.insert(own, stack, site.own_layers)
     stacks[slot_name] = stack
-    shardings[slot_name], lost = _sharding(site, slot, own, stack)
+    wide, shardings[slot_name], lost = _sharding(site, slot, own, stack, pad=pad)
+    if wide != own:
+      stored[slot_name] = _stack.insert(wide, stack, site.own_layers)
     path = f'{site.name}.adapters.{name}.{slot_name}'
     dropped += [dataclasses.replace(d, path=path) for d in lost]
   _check_apply(site, adapter, {n: s for n, s in slots.items() if not s.aside})
-  return Plan(site, adapter, slots, shapes, stacks, shardings, dropped)
+  return Plan(site, adapter, slots, shapes, stacks, shardings, dropped, stored)
+
+
+def _check_one(
+  site: _sites.Site, adapter: _adapter.Adapter, slots: Mapping[str, _adapter.Slot]
+) -> None:
+  """Raises ValueError where all experts would share what starts from the kernel of one of them."""
+  from_weight = [name for name, slot in slots.items() if slot.needs_weight]
+  if site.one and from_weight:
+    raise ValueError(
+      f'{type(adapter).__name__} makes {", ".join(from_weight)} from the weight of each expert, so '
+      f"the experts of {site.name} cannot share one; expected experts='each' there."
+    )
 
 
 def _slots_at(
@@ -120,6 +144,7 @@ def _shared(p: Plan, shapes: dict[str, tuple[int, ...]]) -> Plan:
     shapes=p.shapes | shapes,
     stacks=p.stacks | dict.fromkeys(shapes, ()),
     shardings=p.shardings | dict.fromkeys(shapes, placed),
+    stored={n: shape for n, shape in p.stored.items() if n not in shapes},
     dropped=[d for d in p.dropped if d.path.rpartition('.')[2] not in shapes],
   )
 
@@ -158,7 +183,7 @@ def _check_apply(
   site: _sites.Site, adapter: _adapter.Adapter, slots: Mapping[str, _adapter.Slot]
 ) -> None:
   """Runs `apply` on shapes: every slot is read, and [tokens, in] becomes [tokens, out]."""
-  if site.layout.equation is None:
+  if site.layout.equation is None and not site.kind.point:
     return
   sizes = site.sizes
   shape = functools.partial(_adapter.slot_shape, adapter=adapter, sizes=sizes)
@@ -179,13 +204,18 @@ def _read_slots(
 
   def run(x: jax.Array, w: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
     values = _adapter.Values(arrays)
-    y = adapter.apply(x, _adapter.PlainBase(w), values)
+    base = _adapter.PointBase(outs) if adapter.point else _adapter.PlainBase(w)
+    y = adapter.apply(x, base, values)
     read.update(values.read)
     return y
 
   spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   dtypes = {name: slot.dtype for name, slot in adapter.slots().items()}
   arrays = {n: spec(shape, dtype=_as_seen(dtypes[n])) for n, shape in shapes}
+  if adapter.point:
+    x = spec((2, 3, outs))
+    _points.added(x, jax.eval_shape(run, x, spec((ins, outs)), arrays))
+    return read
   y = jax.eval_shape(run, spec((3, ins)), spec((ins, outs)), arrays)
   if y.shape != (3, outs):
     raise ValueError(
@@ -200,14 +230,19 @@ def _as_seen(dtype: Any) -> Any:
 
 
 def _sharding(
-  site: _sites.Site, slot: _adapter.Slot, shape: tuple[int, ...], stack: tuple[int, ...]
-) -> tuple[Any, list[_specs.Dropped]]:
+  site: _sites.Site,
+  slot: _adapter.Slot,
+  shape: tuple[int, ...],
+  stack: tuple[int, ...],
+  *,
+  pad: bool,
+) -> tuple[tuple[int, ...], Any, list[_specs.Dropped]]:
+  """(the shape stored for one layer, where the array goes, what was dropped)."""
   placed = site.weight.get_raw_value().sharding
   if not isinstance(placed, NamedSharding):
-    return placed, []
+    return shape, placed, []
   mesh = placed.mesh
-  wanted = placed.spec.partitions
-  full = wanted + (None,) * (len(site.stack) + len(site.shape) - len(wanted))
+  full = _kernel_entries(site, placed)
   own = [e for i, e in enumerate(full) if i not in site.stack]
   kernel = {
     word: tuple(
@@ -220,8 +255,32 @@ def _sharding(
   }
   words = slot.dims.split()
   kernel |= {w: kernel[w.partition('/')[0]] for w in words if w.startswith(('in/', 'out/'))}
-  spec, dropped = _specs.factor_spec(words, shape, kernel, mesh)
-  entries = _stack.insert(tuple(spec), stack, tuple(full[i] for i in site.stack))
+  wanted, stored = _specs.wanted_factor_spec(words, kernel), shape
+  if pad and stack == tuple(range(len(stack))):
+    spec, stored, dropped = _padded.pad_spec(shape, wanted, mesh)
+  else:
+    spec, dropped = _specs.fit_spec(shape, wanted, mesh)
+  entries = _stack.insert(tuple(spec), stack, tuple(full[i] for i in site.stack[: len(stack)]))
   whole = PartitionSpec(*entries)
-  array = jax.ShapeDtypeStruct(_stack.insert(shape, stack, site.layers), slot.dtype)
-  return NamedSharding(mesh, whole), _specs.priced(dropped, '', array, whole, mesh)
+  array = jax.ShapeDtypeStruct(_stack.insert(shape, stack, site.own_layers), slot.dtype)
+  return stored, NamedSharding(mesh, whole), _specs.priced(dropped, '', array, whole, mesh)
+
+
+def _kernel_entries(site: _sites.Site, placed: NamedSharding) -> tuple:
+  """The spec of a kernel, an entry per dimension: as it lies, and as its logical axes say.
+
+  Codes and scales lie on what divides them, tiles for example, which says nothing of the kernel:
+  where they have lost an axis, the kernel's own sizes decide.
+  """
+  variable, rank = site.weight, len(site.stack) + len(site.shape)
+  lies = placed.spec.partitions + (None,) * (rank - len(placed.spec.partitions))
+  value: Any = variable.get_raw_value()
+  axes = _specs.axes_of(variable, value.shape, site.name)
+  if axes is None or not isinstance(value, _packed.Packed):
+    return lies
+  said, _ = _specs.fit_spec(value.shape, _specs.spec_for(axes, placed.mesh), placed.mesh)
+  used = {axis for entry in lies for axis in _specs.entry_axes(entry)}
+  return tuple(
+    theirs if own is None and used.isdisjoint(_specs.entry_axes(theirs)) else own
+    for own, theirs in zip(lies, said, strict=True)
+  )

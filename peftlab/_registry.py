@@ -15,8 +15,14 @@ T = TypeVar('T')
 
 def did_you_mean(given: str, choices: Iterable[str]) -> str:
   """`"; did you mean 'x'?"` for the choice nearest to `given`, or `''` where none is near."""
-  near = difflib.get_close_matches(str(given), list(choices), n=1, cutoff=0.5)
+  names = list(choices)
+  plain = {name.casefold(): name for name in names}  # 'LoRA' is near 'lora'
+  near = _near(str(given), names) or [plain[n] for n in _near(str(given).casefold(), plain)]
   return f"; did you mean '{near[0]}'?" if near else ''
+
+
+def _near(given: str, names: Iterable[str]) -> list[str]:
+  return difflib.get_close_matches(given, list(names), n=1, cutoff=0.5)
 
 
 class Registry:

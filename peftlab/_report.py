@@ -23,6 +23,8 @@ class Row:
     spec: of the weight, as text.
     slots: {slot: shape with stack axes}.
     parameters: trainable numbers of its own, over all layers.
+    experts: 'each' where every expert has arrays of its own, 'one' where all share them, else ''.
+    kind: the adapter type.
   """
 
   path: str
@@ -31,6 +33,8 @@ class Row:
   spec: str
   slots: dict[str, tuple[int, ...]]
   parameters: int
+  experts: str = ''
+  kind: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +90,11 @@ class Report:
 
   def table(self) -> str:
     """The report as text."""
+    some = any(row.experts for row in self.rows)
     head = ('layer', 'layers', 'kernel', 'spec', 'slots', 'parameters')
+    several = len({row.kind for row in self.rows}) > 1
+    head += ('experts',) if some else ()
+    head += ('adapter',) if several else ()
     lines = [
       (
         row.path,
@@ -95,6 +103,8 @@ class Report:
         row.spec,
         ' '.join(f'{n}{list(s)}' for n, s in row.slots.items()),
         f'{row.parameters:,}',
+        *((row.experts,) if some else ()),
+        *((row.kind,) if several else ()),
       )
       for row in self.rows
     ]
@@ -144,4 +154,6 @@ def _row(plan: _plan.Plan) -> Row:
     parameters=sum(
       math.prod(plan.shapes[n]) for n, s in plan.slots.items() if s.trainable and not s.shared
     ),
+    experts=site.shared_by,
+    kind=type(plan.adapter).__name__,
   )

@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _adapter, _kernel, _layer, _parts
+from peftlab import _adapter, _batch, _kernel, _layer, _parts
 
 NONE = -1  # in the place of a row's adapter: the base
 
@@ -183,6 +183,10 @@ class _OneRow:
   def dropout(self, x: Any, rate: float | jax.Array) -> Any:
     del rate
     return x
+
+  @property
+  def batch(self) -> _batch.Batch | _batch.Everywhere:
+    raise ValueError('A row with an adapter of its own does not tell which tokens it has.')
 
 
 def batch_of(model: nnx.Module) -> int | None:

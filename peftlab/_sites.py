@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -10,7 +10,7 @@ import warnings
 
 from flax import nnx
 
-from peftlab import _flax_layers, _kernel, _layer, _parts, _registry, _stack
+from peftlab import _adapter, _flax_layers, _kernel, _layer, _parts, _registry, _stack
 
 BUILT_IN = (_flax_layers,)  # importing it registers the layers of flax
 
@@ -33,6 +33,8 @@ class Site:
     experts: whether the last of them does.
     order: number of the layer at each place of the first of them (see `_stack.layer_order`), -1
       where there is none; None: as they come.
+    one: whether an adapter has one set of arrays here for all experts, instead of one for each.
+    beside: of a point the layer behind which it lies, whose weight stands for its own.
   """
 
   path: tuple
@@ -42,6 +44,18 @@ class Site:
   stack: tuple[int, ...]
   experts: bool = False
   order: tuple[int, ...] | None = None
+  one: bool = False
+  beside: Any = None
+
+  @property
+  def point(self) -> str:
+    """The role of a point; '' where there is a weight."""
+    return self.layer.role if self.kind.point else ''
+
+  @property
+  def factor(self) -> float:
+    """What the outputs of the weight are multiplied by before they come here."""
+    return self.layer.factor if self.kind.point else 1.0
 
   @property
   def name(self) -> str:
@@ -51,7 +65,7 @@ class Site:
   @property
   def weight(self) -> nnx.Variable:
     """The Variable that holds the weight."""
-    return getattr(self.layer, self.kind.weight)
+    return getattr(self.layer if self.beside is None else self.beside, self.kind.weight)
 
   @property
   def bias(self) -> nnx.Variable | None:
@@ -77,13 +91,51 @@ class Site:
 
   @property
   def sizes(self) -> dict[str, int]:
-    """{'in': n, 'out': m}."""
-    return _kernel.kernel_sizes(self.layout.words, self.shape)
+    """{'in': n, 'out': m}; at a point both are the number of features."""
+    sizes = _kernel.kernel_sizes(self.layout.words, self.shape)
+    return dict.fromkeys(sizes, sizes['out']) if self.kind.point else sizes
+
+  @property
+  def shared_by(self) -> str:
+    """Which experts an adapter's arrays are for: 'each' its own, 'one' for all; '' without any."""
+    return ('one' if self.one else 'each') if self.experts else ''
+
+  @property
+  def own_layers(self) -> tuple[int, ...]:
+    """How often an adapter has its arrays here: `layers`, less the experts that share them."""
+    return self.layers[:-1] if self.one else self.layers
+
+  @property
+  def own_numbers(self) -> tuple[tuple[int, ...], ...]:
+    """`numbers`, less those of experts that share their arrays."""
+    return self.numbers[:-1] if self.one else self.numbers
+
+  def own_stack(self, rank: int) -> tuple[int, ...]:
+    """The axes of `own_layers` in an array of an adapter that has `rank` dimensions of its own."""
+    axes = self.stack
+    if self.one:
+      axes = tuple(a - (a > self.stack[-1]) for a in self.stack[:-1])
+    return _stack.place_axes(axes, rank)
+
+  def slot_axes(self, slot: Any) -> tuple[int, ...]:
+    """The same for the array of a slot; none where the whole model shares it."""
+    return () if slot.shared else self.own_stack(len(slot.dims.split()))
+
+  def under(self, attached: _layer.Attached) -> Site:
+    """The site as an adapter that it carries has it."""
+    return dataclasses.replace(self, one=attached.one)
 
 
-def sites(model: nnx.Module, *, norms: bool = False) -> list[Site]:
-  """Every layer of a registered type, sorted by path; with `norms` the norms that have a scale."""
+def sites(model: nnx.Module, *, norms: bool = False, points: bool = False) -> list[Site]:
+  """Every layer of a registered type, sorted by path.
+
+  Args:
+    model: any.
+    norms: with the norms that have a scale.
+    points: with the points.
+  """
   found = []
+  nodes = dict(nnx.iter_graph(model)) if points else {}
   inside: list[tuple] = []
   for path, node in nnx.iter_graph(model):
     if isinstance(node, _layer.Attached):
@@ -95,12 +147,21 @@ def sites(model: nnx.Module, *, norms: bool = False) -> list[Site]:
     name = _parts.path_name(path)
     if kind.norm and not (norms and isinstance(getattr(node, kind.weight), nnx.Variable)):
       continue
+    beside = None
+    if kind.point:
+      if not points:
+        continue
+      beside = getattr(nodes[path[:-1]], node.behind)
+      of = _kernel.layer_type(beside)
+      assert of is not None
+      kind = dataclasses.replace(kind, weight=of.weight, layout=of.layout)
+    holder = node if beside is None else beside
     try:
-      layout = kind.layout(node)
+      layout = kind.layout(holder)
     except ValueError as error:
       warnings.warn(f'{name} cannot be adapted: {error}', stacklevel=2)
       continue
-    weight = _weight(node, kind, name)
+    weight = _weight(holder, kind, name)
     stack = _stack.stack_axes(weight, len(layout.words), layout.shape, name)
     experts = _kernel.EXPERT in layout.words
     if experts:
@@ -108,7 +169,7 @@ def sites(model: nnx.Module, *, norms: bool = False) -> list[Site]:
       stack = (*stack, own[layout.words.index(_kernel.EXPERT)])
       layout = layout.of_one_expert()
     order = _stack.order_at(model, path) if stack else None
-    found.append(Site(path, node, kind, layout, stack, experts, order))
+    found.append(Site(path, node, kind, layout, stack, experts, order, beside=beside))
   return sorted(found, key=lambda site: [(isinstance(k, str), k) for k in site.path])
 
 
@@ -122,6 +183,38 @@ def _weight(layer: Any, kind: _kernel.LayerType, name: str) -> nnx.Variable:
     f'{name or type(layer).__name__} has no weight {kind.weight!r}{near or ";"} register_layer '
     f'names that of {type(layer).__name__}. Variables: {", ".join(held) or "none"}.'
   )
+
+
+def fitting(
+  every: list[Site], adapters: Collection[_adapter.Adapter], where: Patterns
+) -> list[Site]:
+  """The sites of the kinds that some adapters go on: weights, or points of a role.
+
+  Raises:
+    ValueError: a pattern of `where` names none of them, but a site of another kind.
+  """
+  fits = [s for s in every if any(goes_on(a, s) for a in adapters)]
+  others = [s for s in every if s not in fits]
+  for pattern in _each(where, 'where'):
+    if not any(_matches(s, pattern) for s in fits):
+      wrong = next((s for s in others if _matches(s, pattern)), None)
+      if wrong is not None:
+        raise ValueError(wrong_kind(wrong, adapters, f'where={pattern!r} names '))
+  return fits
+
+
+def goes_on(adapter: Any, site: Site) -> bool:
+  """Whether a site is of the kind that an adapter goes on."""
+  return getattr(adapter, 'point', '') == site.point
+
+
+def wrong_kind(site: Site, adapters: Collection[_adapter.Adapter], start: str = '') -> str:
+  def of(role: str) -> str:
+    return f"points of the role '{role}'" if role else 'layers with a weight'
+
+  is_a = f"a point of the role '{site.point}'" if site.point else 'a layer with a weight'
+  told = ', '.join(f'{type(a).__name__} goes on {of(a.point)}' for a in adapters)
+  return f'{start}{site.name}, {is_a}; {told}.'
 
 
 def select(all_sites: list[Site], where: Patterns, exclude: Patterns = ()) -> list[Site]:
@@ -168,19 +261,59 @@ def assign(
   return kinds
 
 
+EXPERTS = ('each', 'one')
+
+
+def with_experts(chosen: list[Site], rule: str | Mapping[str, str]) -> list[Site]:
+  """The sites, those with experts told whether their experts share the arrays of an adapter.
+
+  Args:
+    chosen: the sites that are adapted.
+    rule: 'each', 'one', or {pattern: one of them}; the first that names a site wins ('' names
+      all), and what none names has arrays for each.
+
+  Raises:
+    ValueError: another word, a pattern that names no site, or one that names none with experts.
+  """
+  words = {'': rule} if isinstance(rule, str) else dict(rule)
+  with_some = [s for s in chosen if s.experts]
+  for pattern, word in words.items():
+    if word not in EXPERTS:
+      near = _registry.did_you_mean(str(word), EXPERTS)
+      raise ValueError(f"experts has {word!r}{near or '.'} Expected 'each' or 'one'.")
+    named = _matched(chosen, pattern, 'experts') if pattern else chosen
+    if not any(s.experts for s in named) and (pattern or word == 'one'):
+      has = ', '.join(s.name for s in with_some[:6]) or 'none'
+      raise ValueError(
+        f'experts={rule!r}: no layer that is adapted{f" and named {pattern!r}" if pattern else ""} '
+        f'has experts. Layers with experts: {has}.'
+      )
+  one = {s.path for s in with_some if _first({**words, '': words.get('', 'each')}, s) == 'one'}
+  return [dataclasses.replace(s, one=s.path in one) for s in chosen]
+
+
 def _first(by_pattern: Mapping[str, Any], site: Site) -> Any:
-  return next(v for pattern, v in by_pattern.items() if not pattern or _matches(site, pattern))
+  named = [v for pattern, v in by_pattern.items() if not pattern or _matches(site, pattern)]
+  return next(
+    (v for v in named if not isinstance(v, _adapter.Adapter) or goes_on(v, site)), named[0]
+  )
 
 
-def _matched(all_sites: list[Site], patterns: Patterns, argument: str) -> list[Site]:
+def _each(patterns: Patterns, argument: str) -> Sequence[str]:
+  """Every pattern; ValueError where they are something else."""
   if isinstance(patterns, str):
     patterns = (patterns,)
   if not isinstance(patterns, Sequence):
     raise ValueError(f'{argument} takes a pattern or a list of patterns, given {patterns!r}.')
-  found: list[Site] = []
   for pattern in patterns:
     if not isinstance(pattern, str):
       raise ValueError(f'{argument} takes strings, given {pattern!r}.')
+  return patterns
+
+
+def _matched(all_sites: list[Site], patterns: Patterns, argument: str) -> list[Site]:
+  found: list[Site] = []
+  for pattern in _each(patterns, argument):
     hits = [s for s in all_sites if _matches(s, pattern)]
     if not hits:
       names = [s.name for s in all_sites]
@@ -197,11 +330,16 @@ def _matched(all_sites: list[Site], patterns: Patterns, argument: str) -> list[S
 def _matches(site: Site, pattern: str) -> bool:
   role = getattr(site.layer, 'role', None)
   if pattern == 'all-linear':
-    named = bool(site.path) and site.path[-1] in HEADS
-    return site.kind.linear and not named and role not in NOT_LINEAR
+    return site.kind.linear and not is_head(site)
   if role == pattern or site.name == pattern or site.name.endswith('.' + pattern):
     return True
   try:
     return re.fullmatch(pattern, site.name) is not None
   except re.error as error:
     raise ValueError(f'{pattern!r} is not a path or a regular expression: {error}.') from None
+
+
+def is_head(site: Site) -> bool:
+  """Whether 'all-linear' leaves a layer alone for what it is: the head, or a router."""
+  named = bool(site.path) and site.path[-1] in HEADS
+  return named or getattr(site.layer, 'role', None) in NOT_LINEAR

@@ -21,6 +21,9 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 MESH_AXES = ('data', 'fsdp', 'tensor', 'stage', 'expert')
 
+# What is done where a mesh axis does not divide a dimension of a parameter: the axis is not used
+# there, the dimension is stored longer (see `_padded`), or the layout is refused.
+
 # Several rules for one name are tried in order: the first whose mesh axes are free is taken.
 DEFAULT_RULES: Rules = (
   ('batch', ('data', 'fsdp')),
@@ -60,6 +63,8 @@ class Dropped:
     dim: the dimension, and `size` its size.
     axis: the mesh axis, and `axis_size` its size.
     extra_bytes: what each device holds more than if the axis had divided.
+    fitting: sizes of the axis, at most the number of devices, that would divide.
+    reason: why the dimension was not padded where that was asked for.
   """
 
   path: str
@@ -68,11 +73,14 @@ class Dropped:
   axis: str
   axis_size: int
   extra_bytes: int = 0
+  fitting: tuple[int, ...] = ()
+  reason: str = ''
 
   def __str__(self) -> str:
+    why = f'; not padded: {self.reason}' if self.reason else ''
     return (
       f"{self.path}: axis '{self.axis}' ({self.axis_size}) does not divide dimension {self.dim} "
-      f'({self.size}); +{self.extra_bytes:,} bytes per device'
+      f'({self.size}); +{self.extra_bytes:,} bytes per device{why}'
     )
 
 
@@ -105,7 +113,8 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _entry(axes: Sequence[str]) -> Any:
+def as_entry(axes: Sequence[str]) -> Any:
+  """The entry of a spec for some mesh axes: inverse of `entry_axes`."""
   return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
@@ -128,7 +137,7 @@ def spec_for(axes: Axes, mesh: Any, rules: Rules | None = None) -> PartitionSpec
         chosen = here
         break
     used.update(chosen)
-    entries.append(_entry(chosen))
+    entries.append(as_entry(chosen))
   return P(*entries)
 
 
@@ -163,9 +172,14 @@ def fit_spec(
         keep.append(axis)
         parts *= mesh.shape[axis]
       else:
-        dropped.append(Dropped('', dim, size, axis, mesh.shape[axis]))
-    entries.append(entry if entry is P.UNCONSTRAINED else _entry(keep))
+        fitting = _divisors(size // parts, mesh.size) if size % parts == 0 else ()
+        dropped.append(Dropped('', dim, size, axis, mesh.shape[axis], fitting=fitting))
+    entries.append(entry if entry is P.UNCONSTRAINED else as_entry(keep))
   return spec.update(partitions=tuple(entries)), dropped
+
+
+def _divisors(size: int, most: int) -> tuple[int, ...]:
+  return tuple(n for n in range(1, most + 1) if size % n == 0)
 
 
 def shards(spec: PartitionSpec, mesh: Any) -> int:
@@ -218,11 +232,11 @@ def shardings(
       report.extend(priced(dropped, name, array, spec, mesh))
       return NamedSharding(mesh, spec)
 
-    placed[path] = jax.tree.map(sharding, value, _leaf_axes(leaf, value, name))
+    placed[path] = jax.tree.map(sharding, value, leaf_axes(leaf, value, name))
   return placed, report
 
 
-def _leaf_axes(leaf: Any, value: Any, path: str) -> Any:
+def leaf_axes(leaf: Any, value: Any, path: str) -> Any:
   """A tree like `value` with the logical axes of each array in it, or None."""
   if not isinstance(leaf, nnx.Variable):
     return jax.tree.map(lambda _: None, value)
@@ -250,7 +264,7 @@ def use_specs(variable: nnx.Variable, rules: Rules | None = None) -> Any:
 
   def spec(array: Any, axes: Axes) -> PartitionSpec:
     whole = spec_for(axes, mesh, rules)
-    kept = P(*(_entry([a for a in entry_axes(e) if a not in away]) for e in whole))
+    kept = P(*(as_entry([a for a in entry_axes(e) if a not in away]) for e in whole))
     return fit_spec(array.shape, kept, mesh)[0]
 
   return jax.tree.map(spec, value, value.leaf_axes(tuple(axes)))
@@ -311,7 +325,7 @@ def constrain(
     return x
   spec = spec_for(axes, mesh, rules)
   manual = set(mesh.manual_axes)
-  spec = P(*(_entry([a for a in entry_axes(e) if a not in manual]) for e in spec))
+  spec = P(*(as_entry([a for a in entry_axes(e) if a not in manual]) for e in spec))
   if output:
     spec, _ = fit_spec(x.shape, spec, mesh)
   return jax.lax.with_sharding_constraint(x, spec)
@@ -324,7 +338,14 @@ def factor_spec(
   mesh: Any,
   rules: Rules | None = None,
 ) -> tuple[PartitionSpec, list[Dropped]]:
-  """The spec of an adapter's array, from its kernel's own.
+  """The spec of an adapter's array, fitted to its shape; see `wanted_factor_spec`."""
+  return fit_spec(shape, wanted_factor_spec(dims, kernel, rules), mesh)
+
+
+def wanted_factor_spec(
+  dims: Sequence[str], kernel: Mapping[str, tuple[str, ...]], rules: Rules | None = None
+) -> PartitionSpec:
+  """The spec of an adapter's array, from its kernel's own, whatever its size.
 
   'in' and 'out' take the axes of the kernel's contracted and kept dimensions. A kernel that FSDP
   gathers at use has its factors gathered with it, so a factor with one of the two is stored over
@@ -333,9 +354,7 @@ def factor_spec(
 
   Args:
     dims: one word per dimension of the array.
-    shape: of the array.
     kernel: {'in': mesh axes, 'out': mesh axes} of the kernel.
-    mesh: the mesh.
     rules: what names the axes that shard the batch; default: those in force.
   """
   rules = current_rules() if rules is None else rules
@@ -346,5 +365,5 @@ def factor_spec(
   for word in dims:
     own = kernel.get(word, ())
     rest = tuple(a for a in both if a not in own) if spread and word in ('in', 'out') else ()
-    entries.append(_entry(own + rest))
-  return fit_spec(shape, P(*entries), mesh)
+    entries.append(as_entry(own + rest))
+  return P(*entries)

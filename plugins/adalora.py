@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 import peftlab
 from peftlab import initial
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
+from peftlab.plugins import lora
 
 TRAINED = ('a', 'b', 'e')
 DIMS = {'a': 'in rank', 'b': 'rank out', 'e': 'rank'}
@@ -36,6 +38,34 @@ class AdaLoRA(peftlab.Adapter):
   """
 
   small: ClassVar = {'rank': 4, 'target': 2}
+  # Of pruned layers PEFT stores fewer than `rank` triplets; it is `rank` that divides alpha.
+  peft = PeftForm(
+    type='ADALORA',
+    keys={
+      'rank': Key(name='init_r', default=12, least=1),
+      'target': Key(name='target_r', default=8, least=1),
+      'alpha': Key(name='lora_alpha', default=8),
+      'first': Key(name='tinit', default=0, least=0),
+      'last': Key(name='tfinal', default=0, least=0),
+      'every': Key(name='deltaT', default=1, least=1),
+      'beta1': Key(name='beta1', default=0.85),
+      'beta2': Key(name='beta2', default=0.85),
+      'orthogonal': Key(name='orth_reg_weight', default=0.5),
+    },
+    tensors=(
+      Tensor('a', 'lora_A', 'in rank -> rank in', on=('linear',)),
+      Tensor('b', 'lora_B', 'rank out -> out rank', on=('linear',)),
+      Tensor('e', 'lora_E', 'rank -> rank 1', on=('linear',)),
+    ),
+    scale=('alpha', 'scale'),
+    cut=('rank',),
+    fixed={**lora.FORM.fixed, 'use_rslora': (False, None)},
+    neutral=(*lora.FORM.neutral, 'alpha_pattern', 'rank_pattern', 'r', 'total_step'),
+    training=('lora_dropout',),
+    starts=lora.FORM.starts,
+    # PEFT needs a number of steps, which here the run has.
+    more=lambda told, targets, shapes: {'total_step': 1000},
+  )
 
   rank: int = 12
   target: int = 8

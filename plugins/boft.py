@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 from peftlab.plugins import oft
 
 
@@ -31,6 +32,20 @@ class BOFT(peftlab.Adapter):
 
   additive = False
   embeddings = False
+  peft = PeftForm(
+    type='BOFT',
+    keys={
+      'block': Key(name='boft_block_size', default=4, least=2),
+      'factors': Key(name='boft_n_butterfly_factor', default=1, least=1),
+    },
+    tensors=(
+      Tensor('rotation', 'boft_R', 'factors n block twin -> factors n block twin'),
+      Tensor('scale', 'boft_s', 'out -> out 1'),
+    ),
+    fixed={'boft_block_num': (0,)},
+    neutral=('init_weights',),
+    training=('boft_dropout',),
+  )
 
   block: int = 4
   factors: int = 1

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('c3a')
@@ -17,6 +18,12 @@ class C3A(peftlab.Adapter):
   """
 
   embeddings = False
+  peft = PeftForm(
+    type='C3A',
+    keys={'block': Key(name='block_size', default=256, least=1, pattern='block_size_pattern')},
+    tensors=(Tensor('kernel', 'c3a_kernel', 'i o block -> o i block'),),
+    neutral=('init_weights',),
+  )
 
   block: int = 8
 

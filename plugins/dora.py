@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import peftlab
+from peftlab.formats.peft_form import Tensor
 from peftlab.plugins import lora
 
 
@@ -25,6 +26,12 @@ class DoRA(lora.LowRank):
   """
 
   additive = False
+  peft = dataclasses.replace(
+    lora.FORM,
+    marks={'use_dora': True},
+    fixed={key: v for key, v in lora.FORM.fixed.items() if key != 'use_dora'},
+    tensors=(*lora.FORM.tensors, Tensor('magnitude', 'lora_magnitude_vector', 'out -> out')),
+  )
 
   def slots(self):
     return super().slots() | {

@@ -1,6 +1,6 @@
 """EVA: LoRA from the directions of the data (Paischer et al. 2024, arXiv:2410.07170)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import re
 from typing import Any
@@ -21,42 +21,6 @@ class EVA(lora.LowRank):
 
   Attached, A is random as LoRA's; `start_from` makes it from data and gives each layer its rank.
   """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Inputs(peftlab.Adapter):
-  """Changes nothing; the gradients of its slots are the count, sum and products of the inputs."""
-
-  def slots(self):
-    return {
-      'count': peftlab.Slot(dims=''),
-      'sum': peftlab.Slot(dims='in'),
-      'products': peftlab.Slot(dims='in in'),
-    }
-
-  def apply(self, x, base, p):
-    x = x.dense() if hasattr(x, 'dense') else x
-    return base(x) + _noted(x.reshape(-1, base.shape[0]), p.count, p.sum, p.products)
-
-
-@jax.custom_vjp
-def _noted(x: jax.Array, count: jax.Array, total: jax.Array, products: jax.Array) -> jax.Array:
-  """0, whose gradients are what is to be counted of x [tokens, in], whatever reaches it."""
-  del count, total, products
-  return jnp.zeros((), x.dtype)
-
-
-def _noted_fwd(x: jax.Array, *slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return _noted(x, *slots), x
-
-
-def _noted_bwd(x: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-  del dy
-  count = jnp.full((), x.shape[0], x.dtype)
-  return jnp.zeros_like(x), count, x.sum(0), x.T @ x
-
-
-_noted.defvjp(_noted_fwd, _noted_bwd)
 
 
 def start_from(
@@ -81,29 +45,18 @@ def start_from(
     **options: of `attach`.
 
   Raises:
-    ValueError: no batch, or what `attach` raises.
+    ValueError: rho below 1, experts that share their arrays, inputs that are all the same, or what
+      `peftlab.input_moments` and `attach` raise.
   """
-  seen, _ = peftlab.attach(model, _Inputs(), where=where, name='inputs')
-  parts = peftlab.split(seen)
-
-  @jax.jit
-  def count(parts: Any, batch: Any) -> Any:
-    def total(adapter: Any) -> jax.Array:
-      y = run(peftlab.merge(parts.replace(adapter=adapter)), batch)
-      return jnp.stack([jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(y)]).sum()
-
-    return jax.grad(total)(parts.adapter)
-
-  sums = None
-  for batch in batches:
-    new = count(parts, batch)
-    sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
-  if sums is None:
-    raise ValueError('EVA starts from data; there was no batch.')
-  held = peftlab.merge(parts.replace(adapter=sums))
-  sites = {path: node for path, node in nnx.iter_graph(held) if hasattr(node, 'adapters')}
-  found = {path: _directions(node.adapters[-1]) for path, node in sites.items()}
-  ranks = _ranks(found, adapter.rank, rho)
+  if not rho >= 1:
+    raise ValueError(f'rho is {rho}; it must be at least 1, where every layer gets the same rank.')
+  if options.get('experts', 'each') != 'each':
+    raise ValueError(
+      "EVA finds directions for each expert, so they cannot share them; expected experts='each'."
+    )
+  moments = peftlab.input_moments(model, run, batches, where=where)
+  found = {path: _directions(path, m) for path, m in moments.items()}
+  ranks = _ranks({path: shares for path, (shares, _) in found.items()}, adapter.rank, rho)
   fields = {
     'rank': {_exact(path): rank for path, rank in ranks.items()},
     'alpha': {_exact(p): adapter.alpha * _growth(adapter, r) for p, r in ranks.items()},
@@ -129,28 +82,23 @@ def _exact(path: tuple) -> str:
   return f'(?:{re.escape(".".join(map(str, path)))})' if path else '.*'
 
 
-def _directions(inputs: Any) -> tuple[np.ndarray, np.ndarray]:
+def _directions(path: tuple, inputs: peftlab.Moments) -> tuple[np.ndarray, np.ndarray]:
   """(share of the variance that each explains, the directions [*layers, in, in]), largest first."""
-  stacks = {n: getattr(inputs, n).get_metadata().get('stack', ()) for n in ('sum', 'products')}
-  count = np.asarray(inputs.count[...], np.float64)
-  total, products = (
-    np.moveaxis(np.asarray(getattr(inputs, n)[...], np.float64), s, range(len(s)))
-    for n, s in stacks.items()
-  )
-  mean = total / count[..., None]
-  centred = products - count[..., None, None] * mean[..., :, None] * mean[..., None, :]
-  values, vectors = np.linalg.eigh(centred)
+  values, vectors = np.linalg.eigh(inputs.covariance)
   values, vectors = np.maximum(values[..., ::-1], 0), np.swapaxes(vectors, -1, -2)[..., ::-1, :]
+  if not (values.sum(-1) > 1e-6 * np.square(inputs.mean).sum(-1)).all():
+    name = '.'.join(map(str, path))
+    raise ValueError(f'The inputs of {name} are all the same; EVA needs some that differ.')
   largest = np.take_along_axis(vectors, np.abs(vectors).argmax(-1, keepdims=True), -1)
   return values / values.sum(-1, keepdims=True), vectors * np.sign(largest)
 
 
-def _ranks(found: dict[tuple, Any], rank: int, rho: float) -> dict[tuple, int]:
+def _ranks(shares: Mapping[tuple, np.ndarray], rank: int, rho: float) -> dict[tuple, int]:
   """How many directions each path gets, rank on average; layers of a stack get the same."""
   most = int(rho * rank)
-  shares = {p: s.reshape(-1, s.shape[-1]).mean(0)[:most] for p, (s, _) in found.items()}
-  order = sorted(((v, p) for p, s in shares.items() for v in s), key=lambda x: -x[0])
+  means = {path: s.reshape(-1, s.shape[-1]).mean(0)[:most] for path, s in shares.items()}
+  order = sorted(((v, p) for p, mean in means.items() for v in mean), key=lambda x: -x[0])
   ranks: dict[tuple, int] = {}
-  for _, path in order[: rank * len(found)]:
+  for _, path in order[: rank * len(means)]:
     ranks[path] = ranks.get(path, 0) + 1
   return ranks

@@ -3,6 +3,9 @@
 import dataclasses
 
 import peftlab
+from peftlab.formats.peft_form import Beside, PeftForm, Tensor
+
+BIAS = Tensor('bias', 'bias', 'out -> out', on=('linear', 'norm'), optional=True)
 
 
 @peftlab.register_adapter('full')
@@ -14,6 +17,24 @@ class Full(peftlab.Adapter):
   """
 
   additive = False
+  peft = PeftForm(
+    type='LN_TUNING',
+    tensors=(
+      Tensor('weight', 'ln_tuning_layers.weight', '1 out -> out', on=('norm',)),
+      Tensor('bias', 'ln_tuning_layers.bias', 'out -> out', on=('norm',), optional=True),
+    ),
+  )
+  peft_beside = Beside(
+    key='modules_to_save',
+    tensors=(
+      Tensor('weight', 'weight', 'in out -> out in', on=('linear',)),
+      Tensor('weight', 'weight', 'in out -> in out', on=('embedding',)),
+      Tensor('weight', 'weight', '1 out -> out', on=('norm',)),
+      BIAS,
+    ),
+    fields=lambda names, path: {} if path.endswith(tuple(names)) else None,
+    value=sorted,
+  )
   norms = True
 
   def slots(self):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('hira')
@@ -17,6 +18,20 @@ class HiRA(peftlab.Adapter):
   """
 
   additive = False
+  peft = PeftForm(
+    type='HIRA',
+    keys={'rank': Key(name='r', default=32, least=1)},
+    tensors=(
+      Tensor('a', 'hira_A', 'in rank -> rank in', on=('linear',)),
+      Tensor('b', 'hira_B', 'rank out -> out rank', on=('linear',)),
+      Tensor('a', 'hira_embedding_A', 'in rank -> rank in', on=('embedding',)),
+      Tensor('b', 'hira_embedding_B', 'rank out -> out rank', on=('embedding',)),
+    ),
+    padded=('rank',),
+    fixed={'rank_pattern': ({}, None)},
+    neutral=('init_weights',),
+    training=('hira_dropout',),
+  )
 
   rank: int = 8
 

@@ -1,10 +1,40 @@
 """(IA)^3: a learned factor for each output or input (Liu et al. 2022, arXiv:2205.05638)."""
 
+from collections.abc import Mapping
 import dataclasses
+import re
+from typing import Any
 
 import jax
 
 import peftlab
+from peftlab.formats.peft_form import PeftForm, Tensor
+
+
+def _is_named(names: Any, path: str) -> bool:
+  """Whether PEFT's feedforward_modules name a layer: a regex of it, or ends of its path."""
+  if isinstance(names, str):
+    return re.fullmatch(names, path) is not None
+  return any(path == name or path.endswith(f'.{name}') for name in names or ())
+
+
+def _fields(config: Mapping[str, Any], path: str, shapes: Mapping[str, tuple]) -> dict[str, Any]:
+  del shapes
+  return {'feedforward': _is_named(config.get('feedforward_modules'), path)}
+
+
+def _keys(
+  told: Mapping[str, dict], targets: list[str], shapes: Mapping[str, Mapping]
+) -> dict[str, Any]:
+  """feedforward_modules; PEFT wants its names to be among the targets."""
+  del shapes
+  named = {
+    t: {f['feedforward'] for path, f in told.items() if _is_named([t], path)} for t in targets
+  }
+  if all(len(kinds) == 1 for kinds in named.values()):
+    return {'feedforward_modules': [t for t, kinds in named.items() if True in kinds]}
+  inputs = sorted(path for path, fields in told.items() if fields['feedforward'])
+  return {'target_modules': sorted(told), 'feedforward_modules': inputs}
 
 
 @peftlab.register_adapter('ia3')
@@ -18,6 +48,16 @@ class IA3(peftlab.Adapter):
   """
 
   additive = False
+  peft = PeftForm(
+    type='IA3',
+    tensors=(
+      Tensor('factor', 'ia3_l', 'out -> out 1', when={'feedforward': False}, on=('linear',)),
+      Tensor('factor', 'ia3_l', 'in -> 1 in', when={'feedforward': True}, on=('linear',)),
+    ),
+    neutral=('feedforward_modules', 'init_ia3_weights'),
+    at=_fields,
+    more=_keys,
+  )
 
   feedforward: bool = False
 

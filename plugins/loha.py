@@ -6,6 +6,7 @@ import jax
 
 import peftlab
 from peftlab import initial
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('loha')
@@ -19,6 +20,25 @@ class LoHa(peftlab.Adapter):
     rank: of each of the two.
     alpha: see s.
   """
+
+  peft = PeftForm(
+    type='LOHA',
+    keys={
+      'rank': Key(name='r', default=8, least=1, pattern='rank_pattern'),
+      'alpha': Key(name='alpha', default=8, pattern='alpha_pattern'),
+    },
+    tensors=(
+      Tensor('a1', 'hada_w1_b', 'in rank -> rank in', on=('linear',)),
+      Tensor('b1', 'hada_w1_a', 'rank out -> out rank', on=('linear',)),
+      Tensor('a2', 'hada_w2_b', 'in rank -> rank in', on=('linear',)),
+      Tensor('b2', 'hada_w2_a', 'rank out -> out rank', on=('linear',)),
+    ),
+    scale=('alpha', 'scale'),
+    padded=('rank',),
+    fixed={'use_effective_conv2d': (False, None)},
+    neutral=('init_weights',),
+    training=('rank_dropout', 'module_dropout'),
+  )
 
   rank: int = 8
   alpha: float = initial(8.0)

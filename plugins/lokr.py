@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import peftlab
 from peftlab import initial
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 def factors_of(size: int, at_most: int = 0) -> tuple[int, int]:
@@ -35,6 +36,30 @@ class LoKr(peftlab.Adapter):
 
   embeddings = False
   small: ClassVar = {'rank': 4}
+
+  peft = PeftForm(
+    type='LOKR',
+    keys={
+      'rank': Key(name='r', default=8, least=1, pattern='rank_pattern'),
+      'alpha': Key(name='alpha', default=8, pattern='alpha_pattern'),
+      'both': Key(name='decompose_both', default=False),
+      'factor': Key(
+        name='decompose_factor', default=-1, read=lambda n: max(n, 0), write=lambda n: n or -1
+      ),
+    },
+    tensors=(
+      Tensor('p', 'lokr_w1', 'm l -> l m', on=('linear',), optional=True),
+      Tensor('p_a', 'lokr_w1_b', 'm p_rank -> p_rank m', on=('linear',), optional=True),
+      Tensor('p_b', 'lokr_w1_a', 'p_rank l -> l p_rank', on=('linear',), optional=True),
+      Tensor('q', 'lokr_w2', 'n k -> k n', on=('linear',), optional=True),
+      Tensor('q_a', 'lokr_w2_b', 'n q_rank -> q_rank n', on=('linear',), optional=True),
+      Tensor('q_b', 'lokr_w2_a', 'q_rank k -> k q_rank', on=('linear',), optional=True),
+    ),
+    scale=('alpha', 'scale'),
+    fixed={'use_effective_conv2d': (False, None), 'rank_dropout_scale': (False, None)},
+    neutral=('init_weights',),
+    training=('rank_dropout', 'module_dropout'),
+  )
 
   rank: int = 8
   alpha: float = initial(8.0)

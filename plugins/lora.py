@@ -2,21 +2,47 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import peftlab
-from peftlab import initial
-from peftlab.formats import hf_peft, peft_config
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 INITS = {
   'he_uniform': jax.nn.initializers.he_uniform(),
   'gaussian': jax.nn.initializers.normal(0.02),
   'lecun_normal': jax.nn.initializers.lecun_normal(),
 }
+
+FORM = PeftForm(
+  type='LORA',
+  keys={
+    'rank': Key(name='r', least=1, pattern='rank_pattern'),
+    'alpha': Key(name='lora_alpha', pattern='alpha_pattern'),
+    'rslora': Key(name='use_rslora', default=False),
+    'dropout': Key(name='lora_dropout', default=0.0, least=0, below=1),
+  },
+  tensors=(
+    Tensor('a', 'lora_A.weight', 'in rank -> rank in', on=('linear',)),
+    Tensor('b', 'lora_B.weight', 'rank out -> out rank', on=('linear',)),
+    Tensor('a', 'lora_embedding_A', 'in rank -> rank in', on=('embedding',)),
+    Tensor('b', 'lora_embedding_B', 'rank out -> out rank', on=('embedding',)),
+  ),
+  scale=('alpha', 'scale'),
+  padded=('rank',),
+  besides=('modules_to_save', 'trainable_token_indices'),
+  # Off, or it is another type (there is no `lora_bias` here); what starts it is of no account.
+  fixed={'use_dora': (False,), 'lora_bias': (False, None), 'use_qalora': (False, None)}
+  | dict.fromkeys(('alora_invocation_tokens', 'layer_replication', 'target_parameters'), (None, []))
+  | dict.fromkeys(('arrow_config', 'kasa_config', 'monteclora_config', 'velora_config'), (None,))
+  | {'use_bdlora': (None, False)},
+  neutral=(
+    *('corda_config', 'eva_config', 'loftq_config', 'lora_ga_config', 'runtime_config'),
+    *('ensure_weight_tying', 'megatron_config', 'megatron_core', 'qalora_group_size'),
+  ),
+  starts={'init_lora_weights': (True, False, None, 'gaussian', 'eva', 'orthogonal')},
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +56,10 @@ class LowRank(peftlab.Adapter):
     dropout: rate of dropout on the input of A, in training only.
   """
 
+  peft = FORM
   rank: int = 8
-  alpha: float = initial(16.0)
-  rslora: bool = initial(False)
+  alpha: float = peftlab.initial(16.0)
+  rslora: bool = peftlab.initial(False)
   dropout: float = 0.0
 
   def __post_init__(self):
@@ -44,8 +71,6 @@ class LowRank(peftlab.Adapter):
       raise ValueError(f'{kind} dropout is {self.dropout}; it must be at least 0 and below 1.')
 
   def slots(self):
-    if not math.isfinite(self.alpha):
-      raise ValueError(f'{type(self).__name__} alpha is {self.alpha}; it must be a finite number.')
     return {
       'a': peftlab.Slot(dims='in rank', init=INITS['he_uniform']),
       'b': peftlab.Slot(dims='rank out'),
@@ -61,10 +86,7 @@ class LowRank(peftlab.Adapter):
   @property
   def scale(self) -> float:
     """The s that the adapter starts with."""
-    return self.alpha / self._divisor()
-
-  def _divisor(self):
-    return math.sqrt(self.rank) if self.rslora else self.rank
+    return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @peftlab.register_adapter('lora')
@@ -73,17 +95,11 @@ class LoRA(LowRank):
   """Low-rank adaptation. Trainable: rank (in + out) per kernel [in, out].
 
   Attributes:
-    rank: columns of A [in, rank] and rows of B [rank, out].
-    alpha: the scale s is alpha / rank, or alpha / sqrt(rank) with rslora.
-    rslora: rank-stabilized scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
-    dropout: rate of dropout on the input of A, in training only.
     init: of A: he_uniform, gaussian or lecun_normal. B starts at 0.
   """
 
-  peft_type = 'LORA'
-  peft_fields = ('rank', 'alpha', 'rslora', 'dropout')
-
-  init: str = initial('he_uniform')
+  peft = FORM
+  init: str = peftlab.initial('he_uniform')
 
   def __post_init__(self):
     super().__post_init__()
@@ -91,8 +107,7 @@ class LoRA(LowRank):
       raise ValueError(f'No LoRA init {self.init!r}. Inits: {", ".join(INITS)}.')
 
   def slots(self):
-    slots = super().slots()
-    return slots | {'a': dataclasses.replace(slots['a'], init=INITS[self.init])}
+    return super().slots() | {'a': peftlab.Slot(dims='in rank', init=INITS[self.init])}
 
   def to_factors(self, p):
     return p.a * p.scale, p.b
@@ -101,37 +116,5 @@ class LoRA(LowRank):
   def from_factors(cls, a, b, bias=None):
     if bias is not None:
       raise ValueError(f'{cls.__name__} cannot hold a change of a bias.')
-    adapter = cls(rank=a.shape[1], alpha=float(a.shape[1]))
-    return adapter, {'a': a, 'b': b, 'scale': jnp.ones(())}
-
-  def to_peft(self, values, *, embeddings=()):
-    alphas = {layer: float(v['scale']) * self._divisor() for layer, v in values.items()}
-    usual = self.alpha if self.alpha in alphas.values() else next(iter(alphas.values()))
-    config = {
-      'r': self.rank,
-      'lora_alpha': usual,
-      'lora_dropout': self.dropout,
-      'use_rslora': self.rslora,
-      'alpha_pattern': {re.escape(k): a for k, a in alphas.items() if a != usual},
-    }
-    factors = {
-      layer: hf_peft.Factors(a=v['a'].T, b=v['b'].T, embedding=layer in embeddings)
-      for layer, v in values.items()
-    }
-    return config, hf_peft.to_tensors(factors)
-
-  @classmethod
-  def from_peft(cls, config, tensors):
-    if config['rank_pattern'] or config['use_dora']:
-      raise ValueError('A PEFT folder with rank_pattern or use_dora is not a plain LoRA.')
-    adapter = cls(
-      rank=config['r'],
-      alpha=config['lora_alpha'],
-      rslora=config['use_rslora'],
-      dropout=config['lora_dropout'],
-    )
-    values = {}
-    for layer, factors in hf_peft.to_factors(tensors).items():
-      scale = np.float32(peft_config.scale_of(config, layer))
-      values[layer] = {'a': factors.a.T, 'b': factors.b.T, 'scale': np.asarray(scale)}
-    return adapter, values
+    rank = a.shape[1]
+    return cls(rank=rank, alpha=float(rank)), {'a': a, 'b': b, 'scale': jnp.ones(())}

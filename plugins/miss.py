@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('miss')
@@ -16,7 +17,18 @@ class MiSS(peftlab.Adapter):
 
   Attributes:
     rank: inputs of a shard.
+
+  The variants bat and mini are not offered: `init_weights` of a PEFT folder says so and is refused.
   """
+
+  peft = PeftForm(
+    type='MISS',
+    keys={'rank': Key(name='r', default=64, least=1)},
+    tensors=(Tensor('shared_rows', 'miss_block', 'rank out -> rank out', on=('linear',)),),
+    fixed={'init_weights': (True, False)},
+    neutral=('mini_r',),
+    training=('miss_dropout',),
+  )
 
   rank: int = 8
 

@@ -1,11 +1,34 @@
 """PiSSA: LoRA from the largest singular directions (Meng et al. 2024, arXiv:2404.02948)."""
 
 import dataclasses
+import math
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 import peftlab
 from peftlab.plugins import lora
+
+
+def _packed(fields: dict[str, Any], slots: dict) -> tuple[dict[str, Any], dict]:
+  """The LoRA of twice the rank that is the same: [A, A0] and [B; -B0], of the same scale."""
+  grown = 2**0.5 if fields['rslora'] else 2
+  fields = fields | {'rank': 2 * fields['rank'], 'alpha': fields['alpha'] * grown}
+  if not slots:
+    return fields, slots
+  a, b = np.concatenate([slots['a'], slots['a0']], 1), np.concatenate([slots['b'], -slots['b0']])
+  return fields, {'a': a, 'b': b, 'scale': slots['scale']}
+
+
+def _unpacked(fields: dict[str, Any], slots: dict) -> tuple[dict[str, Any], dict]:
+  """Inverse of `_packed`."""
+  grown, rank = 2**0.5 if fields['rslora'] else 2, fields['rank'] // 2
+  fields = fields | {'rank': rank, 'alpha': fields['alpha'] / grown}
+  if not slots:
+    return fields, slots
+  first = {'a': slots['a'][:, :rank], 'b': slots['b'][:rank], 'scale': slots['scale']}
+  return fields, first | {'a0': slots['a'][:, rank:], 'b0': -slots['b'][rank:]}
 
 
 @peftlab.register_adapter('pissa')
@@ -15,6 +38,8 @@ class PiSSA(lora.LowRank):
 
   The base is never rewritten: where PiSSA takes s A0 B0 out of W, it is subtracted at each call.
   """
+
+  peft = dataclasses.replace(lora.FORM, pack=_packed, unpack=_unpacked, padded=())
 
   def slots(self):
     made = dict(init=peftlab.together, needs_weight=True)
@@ -33,11 +58,7 @@ class PiSSA(lora.LowRank):
 
   def first(self, weight):
     """(A0 [in, rank], B0 [rank, out]) of a kernel."""
-    u, s, vt = jnp.linalg.svd(weight, full_matrices=False)
-    root = jnp.sqrt(s[: self.rank] / self.scale)
-    return padded(u[:, : self.rank] * root, 1, self.rank), padded(
-      root[:, None] * vt[: self.rank], 0, self.rank
-    )
+    return best(weight, rank=self.rank, scale=self.scale)
 
   def apply(self, x, base, p):
     dropped = base.dropout(x, self.dropout)
@@ -45,6 +66,20 @@ class PiSSA(lora.LowRank):
 
   def fuse(self, w, p):
     return w + (p.a @ p.b - p.a0 @ p.b0) * p.scale
+
+
+def best(m, *, rank, scale):
+  """(A [in, rank], B [rank, out]), of equal norms, with scale A B the best part of a matrix.
+
+  Raises:
+    ValueError: the scale is 0, by which nothing can be divided.
+  """
+  if not scale:
+    raise ValueError('alpha is 0; a start from a matrix needs another scale.')
+  u, s, vt = jnp.linalg.svd(m, full_matrices=False)
+  root = jnp.sqrt(s[:rank] / abs(scale))
+  a, b = u[:, :rank] * root, root[:, None] * vt[:rank] * math.copysign(1.0, scale)
+  return padded(a, 1, rank), padded(b, 0, rank)
 
 
 def padded(m, axis, rank):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import peftlab
 from peftlab import initial
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('randlora')
@@ -23,6 +24,27 @@ class RandLoRA(peftlab.Adapter):
     rank: of a basis.
     alpha: s is alpha / rank.
   """
+
+  peft = PeftForm(
+    type='RANDLORA',
+    keys={
+      'rank': Key(name='r', default=32, least=1),
+      'alpha': Key(name='randlora_alpha', default=640),
+    },
+    tensors=(
+      Tensor('scales', 'randlora_lambda', 'rank bases -> rank bases', on=('linear',)),
+      Tensor('gamma', 'randlora_gamma', 'bases short -> bases short', on=('linear',)),
+    ),
+    shared=(
+      Tensor('a', 'base_model.randlora_A', 'rank short -> rank 1 short'),
+      Tensor('b', 'base_model.randlora_B', 'long bases rank -> long bases rank'),
+    ),
+    copies=('randlora_A', 'randlora_B'),
+    scale=('alpha', 'scale'),
+    fixed={'save_projection': (True,), 'sparse': (False,), 'very_sparse': (False,)},
+    neutral=('init_weights', 'projection_prng_key'),
+    training=('randlora_dropout',),
+  )
 
   rank: int = 32
   alpha: float = initial(640.0)

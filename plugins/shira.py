@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('shira')
@@ -16,6 +17,24 @@ class SHiRA(peftlab.Adapter):
   Attributes:
     rank: as many numbers as a LoRA of that rank has, at most all.
   """
+
+  peft = PeftForm(
+    type='SHIRA',
+    keys={'rank': Key(name='r', default=32, least=1)},
+    tensors=(
+      Tensor('numbers', 'shira_weight', 'entries -> entries', on=('linear',)),
+      # PEFT's places are (out, in), ours (in, out).
+      Tensor(
+        'places',
+        'shira_indices',
+        'two entries -> two entries',
+        on=('linear',),
+        turned=True,
+        integer=True,
+      ),
+    ),
+    neutral=('init_weights', 'mask_type', 'random_seed'),
+  )
 
   rank: int = 8
 

@@ -1,11 +1,13 @@
 """Trainable tokens: a few rows of an embedding are trained."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import peftlab
+from peftlab.formats.peft_form import Beside, Key, PeftForm, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +21,16 @@ class _Rows:
     return weight[jnp.asarray(self.tokens)].astype(dtype)
 
 
+def _tokens(given: Any, path: str) -> dict[str, Any] | None:
+  """The fields at a layer, of PEFT's trainable_token_indices: rows, or {end of a path: rows}."""
+  if isinstance(given, list) and given and isinstance(given[0], dict):
+    given = given[0]
+  if not isinstance(given, dict):
+    return {'tokens': tuple(given)} if path.endswith('embed_tokens') else None
+  rows = next((v for k, v in given.items() if path == k or path.endswith(f'.{k}')), None)
+  return None if rows is None else {'tokens': tuple(rows)}
+
+
 @peftlab.register_adapter('trainable_tokens')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainableTokens(peftlab.Adapter):
@@ -29,6 +41,22 @@ class TrainableTokens(peftlab.Adapter):
   """
 
   additive = False
+  peft = PeftForm(
+    type='TRAINABLE_TOKENS',
+    keys={'tokens': Key(name='token_indices', read=tuple, write=list)},
+    tensors=(Tensor('rows', 'trainable_tokens_delta', 'n out -> n out', on=('embedding',)),),
+    neutral=('init_weights',),
+    besides=(),
+  )
+  peft_beside = Beside(
+    key='trainable_token_indices',
+    tensors=(
+      Tensor('rows', 'token_adapter.trainable_tokens_delta', 'n out -> n out', on=('embedding',)),
+    ),
+    fields=_tokens,
+    value=lambda told: {path: list(fields['tokens']) for path, fields in told.items()},
+    written=('tokens',),
+  )
 
   tokens: tuple[int, ...] = (0,)
 

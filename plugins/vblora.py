@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 def _uniform(key, shape, dtype):
@@ -31,6 +32,24 @@ class VBLoRA(peftlab.Adapter):
 
   identity_at_start = False
   small: ClassVar = {'vectors': 10, 'length': 8}
+
+  peft = PeftForm(
+    type='VBLORA',
+    keys={
+      'rank': Key(name='r', default=4, least=1),
+      'vectors': Key(name='num_vectors', default=256, least=1),
+      'length': Key(name='vector_length', default=256, least=1),
+      'top': Key(name='topk', default=2, least=1),
+    },
+    tensors=(
+      Tensor('a', 'vblora_logits_A', 'rank n vectors -> rank n vectors', on=('linear',)),
+      Tensor('b', 'vblora_logits_B', 'm rank vectors -> m rank vectors', on=('linear',)),
+    ),
+    shared=(Tensor('bank', 'base_model.vblora_vector_bank', 'vectors length -> vectors length'),),
+    fixed={'save_only_topk_weights': (False,)},
+    neutral=('init_vector_bank_bound', 'init_logits_std'),
+    training=('vblora_dropout',),
+  )
 
   rank: int = 4
   vectors: int = 256

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 import peftlab
+from peftlab.formats.peft_form import Key, PeftForm, Tensor
 
 
 @peftlab.register_adapter('vera')
@@ -18,6 +19,25 @@ class VeRA(peftlab.Adapter):
     rank: of A and B; vectors are cheap, so it may be large.
     start_d: what d starts with.
   """
+
+  peft = PeftForm(
+    type='VERA',
+    keys={
+      'rank': Key(name='r', default=256, least=1),
+      'start_d': Key(name='d_initial', default=0.1),
+    },
+    tensors=(
+      Tensor('d', 'vera_lambda_d', 'rank -> rank', on=('linear',)),
+      Tensor('b', 'vera_lambda_b', 'out -> out', on=('linear',)),
+    ),
+    shared=(
+      Tensor('shared_a', 'base_model.vera_A', 'in rank -> rank in'),
+      Tensor('shared_b', 'base_model.vera_B', 'rank out -> out rank'),
+    ),
+    fixed={'save_projection': (True,)},
+    neutral=('init_weights', 'projection_prng_key'),
+    training=('vera_dropout',),
+  )
 
   rank: int = 256
   start_d: float = peftlab.initial(0.1)

@@ -102,6 +102,14 @@ BAD = {
     lambda: LoRA(alpha='1'),
     r'^LoRA.alpha is .1. \(str\); it must be of type float',
   ),
+  'alpha nan': (
+    lambda: peftlab.attach(Two(), LowRank(alpha=float('nan'))),
+    r'^LowRank\.alpha is nan; it must be a finite number',
+  ),
+  'alpha inf in one place': (
+    lambda: peftlab.attach(Two(), LORA, fields={'alpha': {'up': float('inf')}}),
+    r'^LoRA\.alpha is inf; it must be a finite number .layer up',
+  ),
   'rslora 1': (lambda: LoRA(rslora=1), r'^LoRA.rslora is 1 \(int\); it must be of type bool\.$'),
   'where 3': (
     lambda: peftlab.attach(Two(), LORA, where=3),

@@ -156,6 +156,8 @@ RUNS = {
   'workdir in a file': Bad(
     'train --config=tiny.py --workdir=good.jsonl/run', "Workdir 'good.jsonl/run' cannot be written"
   ),
+  'workdir of no name': Bad('train --config=tiny.py --workdir=', "The workdir is ''; expected"),
+  'workdir of a demo of no name': Bad('demo --workdir=', "The workdir is ''; expected"),
   'in use': train('', "Workdir 'run' is in use by another run", lambda: lock('run/.lock')),
   'other config': train('--config.seed=1', 'is of another config, which differs in seed'),
   'no config': run('but no config.json', lambda: os.unlink('run/config.json')),
@@ -234,7 +236,7 @@ ADAPTERS = {
   'a pickle': adapter('is a pickle', lambda: os.rename(TENSORS, 'adapter/adapter_model.bin')),
   'one tensor missing': adapter('expected', lambda: change_tensor(None)),
   'tensor of another shape': adapter(
-    'has A', lambda: change_tensor(np.zeros((3, 128), np.float32))
+    'has lora_A.weight (3, 128)', lambda: change_tensor(np.zeros((3, 128), np.float32))
   ),
   'not a number': adapter(
     'holds a NaN', lambda: change_tensor(np.full((2, 128), np.nan, np.float32))

@@ -25,6 +25,13 @@ def quick_compiles():
     yield
 
 
+@pytest.fixture(scope='module')
+def usual_ranks():
+  """Within the module arrays of different ranks are broadcast."""
+  with jax.numpy_rank_promotion('allow'):
+    yield
+
+
 def pytest_runtest_teardown():
   """Now and then, lets go of compiled programs: each holds a few of the process's memory maps."""
   if next(_TESTS) % 40 == 0 and MAPS.exists() and MAPS.read_bytes().count(b'\n') > MOST_MAPS:

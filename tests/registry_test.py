@@ -112,6 +112,7 @@ def test_a_module_that_fails_is_not_forgotten(tmp_path, monkeypatch):
 
 def test_did_you_mean_is_empty_where_nothing_is_near():
   assert did_you_mean('lroa', ['lora', 'dora']) == "; did you mean 'lora'?"
+  assert did_you_mean('LORA', ['lora', 'dora']) == "; did you mean 'lora'?"
   assert did_you_mean('qqq', ['lora']) == ''
 
 

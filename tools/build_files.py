@@ -20,6 +20,7 @@ FOLDERS = ('peftlab', 'tests', 'tools', 'benchmarks')
 _OURS = ('peftlab', 'tests', 'tools', 'benchmarks')
 _DATA_SUFFIXES = ('.css', '.html', '.js', '.json', '.svg')
 _ON_CHECKOUT = pathlib.Path('tests/project')  # its tests read the checkout: bazel does not run them
+_ALL = 'all_modules'  # the target of all modules of a folder, for what looks them up by name
 _HEADER = '# Written by tools/build_files.py from the imports: make build-files.\n'
 _ROOT_BUILD = 'exports_files([\n    "pyproject.toml",\n    "requirements/lock.txt",\n])\n'
 
@@ -68,13 +69,16 @@ class Targets:
     Raises:
       ValueError: it imports a module of ours that does not exist.
     """
-    names = self._named_at_run_time(path)
+    return (self._imported(path) | self._named_at_run_time(path)) - {imports.module_of(path)}
+
+  def _imported(self, path: pathlib.Path) -> set[str]:
+    names = set()
     for line in self.graph[path]:
       if line.target.split('.')[0] in _OURS:
         if line.target not in self.paths:
           raise ValueError(f'{path}:{line.line}: imports {line.target}, which does not exist.')
         names.add(line.target)
-    return names - {imports.module_of(path)}
+    return names
 
   def _named_at_run_time(self, path: pathlib.Path) -> set[str]:
     found = set()
@@ -92,9 +96,22 @@ class Targets:
     if found := imports.cycle(edges):
       raise ValueError(f'The imports go round in a circle: {" -> ".join(found)}.')
 
+  def starred(self) -> dict[pathlib.Path, list[str]]:
+    """The folders of which all modules are needed at run time: {folder: their names}."""
+    every = {name for table in self.extras.values() for name in table.get('deps', ())}
+    found = {}
+    for package in (name.removesuffix('.*') for name in every if name.endswith('.*')):
+      names = sorted(n for n in self.paths if n.rpartition('.')[0] == package)
+      found[self.paths[package].parent] = names
+    return found
+
   def deps(self, path: pathlib.Path) -> list[str]:
     """The labels of what `path` imports, and of the conftest files above a test."""
-    found = {label_of(self.paths[name]) for name in self.modules(path)}
+    named = self.extra(path, 'deps')
+    folders = {name.removesuffix('.*') for name in named if name.endswith('.*')}
+    names = self._imported(path) | {name for name in named if not name.endswith('.*')}
+    found = {label_of(self.paths[name]) for name in names - {imports.module_of(path)}}
+    found |= {f'//{self.paths[name].parent}:{_ALL}' for name in folders}
     if path.name.endswith('_test.py'):
       above = (folder / 'conftest.py' for folder in path.parents)
       found |= {label_of(conftest) for conftest in above if conftest in self.graph}
@@ -147,7 +164,11 @@ def _target(targets: Targets, path: pathlib.Path) -> str:
   return _rule('peftlab_test' if is_test else 'peftlab_library', attributes)
 
 
-def _extra_rules(folder: pathlib.Path) -> str:
+def _extra_rules(targets: Targets, folder: pathlib.Path) -> str:
+  if names := targets.starred().get(folder):
+    labels = [_in_package(label_of(targets.paths[name]), folder) for name in names]
+    deps = sorted(labels, key=_sort_key)
+    return '\n' + _rule('peftlab_library', {'name': _ALL, 'deps': deps})
   if str(folder) == 'tests/goldens':
     return (
       '\nfilegroup(\n    name = "files",\n    testonly = True,\n    srcs = glob(\n'
@@ -173,7 +194,7 @@ def build_files(root: pathlib.Path = imports.ROOT) -> dict[pathlib.Path, str]:
     kinds = {'peftlab_test' if p.name.endswith('_test.py') else 'peftlab_library' for p in paths}
     names = ', '.join(f'"{kind}"' for kind in sorted(kinds))
     rules = '\n'.join(_target(targets, path) for path in sorted(paths))
-    text = f'{_HEADER}load("//:defs.bzl", {names})\n\n{rules}{_extra_rules(folder)}'
+    text = f'{_HEADER}load("//:defs.bzl", {names})\n\n{rules}{_extra_rules(targets, folder)}'
     result[folder / 'BUILD'] = text
   return result
 

@@ -15,10 +15,10 @@ if ! version=$("$venv/bin/python" -c 'import sys; print(sys.version); sys.exit(s
   exit 1
 fi
 
-key=$( (pwd; echo "$version"; cat requirements/*.txt pyproject.toml) | cksum)
+key=$( (pwd; echo "$version"; cat requirements/data.txt requirements/lock.txt pyproject.toml) | cksum)
 [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && exit 0
 
-echo "Installing the pinned packages into $venv (about 400 MB are fetched the first time)."
+echo "Installing the pinned packages into $venv (about 480 MB are fetched the first time)."
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps "$@"; }
 pip --requirement requirements/lock.txt --requirement requirements/data.txt

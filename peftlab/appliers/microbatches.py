@@ -9,9 +9,10 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from peftlab import _parts, _stack
+from peftlab import _parts, _specs, _stack
 
 
 def split(array: jax.Array, count: int, axis: int = 0) -> jax.Array:
@@ -20,8 +21,19 @@ def split(array: jax.Array, count: int, axis: int = 0) -> jax.Array:
   Row i goes to microbatch i % count, so that the rows of a device stay on it.
   """
   shape = array.shape
+  array = _on_fewer(array, (*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
   cut = array.reshape(*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])
   return jnp.moveaxis(cut, axis + 1, 0)
+
+
+def _on_fewer(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Gives up the explicit axes that an array of `shape` cannot lie over; Auto mode sees to it."""
+  sharding = jax.typeof(array).sharding
+  if not sharding.mesh.explicit_axes:
+    return array
+  spec = _specs.fit_spec(shape, sharding.spec, sharding.mesh)[0]
+  # A dimension of 1 keeps no axis, not even one of size 1: a reshape would move it to the next.
+  return jax.reshard(array, P(*(None if n == 1 else s for n, s in zip(shape, spec, strict=True))))
 
 
 def join(array: jax.Array, axis: int = 0) -> jax.Array:

@@ -74,7 +74,8 @@ def run_stages(
     )
   )(own, everywhere, numbers)
   y = jax.tree.map(_only_one, y)
-  return jax.tree.map(microbatches.join if batch else _first, y), new
+  y = jax.tree.map(microbatches.join if batch else _first, y)
+  return jax.tree.map(_laid_as, y, x), new
 
 
 def _arrays(context: microbatches.Context) -> dict[int, Any]:
@@ -98,6 +99,13 @@ def _by_stage(array: jax.Array, axis: int) -> jax.Array:
   spec = list(jax.typeof(array).sharding.spec)
   spec[axis] = AXIS
   return jax.reshard(array, P(*spec))
+
+
+def _laid_as(array: jax.Array, like: Any) -> jax.Array:
+  """An array over the explicit axes that another of its shape lies over."""
+  if not jax.sharding.get_abstract_mesh().explicit_axes:
+    return array
+  return jax.reshard(array, jax.typeof(like).sharding.spec)
 
 
 def _only_one(array: jax.Array) -> jax.Array:

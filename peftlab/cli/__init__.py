@@ -8,14 +8,16 @@ import importlib
 import os
 import pathlib
 import sys
+import time
 import traceback
+import typing
 from typing import TextIO
 import warnings
 
 from peftlab._registry import did_you_mean
 from peftlab.cli import _memory
 
-USER_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
+FAILED, USER_ERROR, STOPPED, INTERRUPTED, DIED, READER_GONE = 1, 2, 42, 130, 134, 141
 
 
 def subcommands() -> dict[str, str]:
@@ -47,6 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     saved, 130 interrupted by Ctrl-C, 141 nobody reads the output any more.
   """
   name, *rest = list(sys.argv[1:] if argv is None else argv) or ['--help']
+  try:
+    code = _guarded(name, rest)
+  except Exception as error:
+    if not _joined():
+      raise
+    traceback.print_exc()
+    code = _code_of(error)
+  if code not in (0, STOPPED, INTERRUPTED) and _joined():
+    _leave(code)
+  return code
+
+
+def _guarded(name: str, rest: list[str]) -> int:
+  """The exit code of a subcommand, mistakes of the user told in one line."""
   try:
     with warnings.catch_warnings():
       warnings.showwarning = _show_warning
@@ -82,6 +98,29 @@ def _run(name: str, rest: list[str]) -> int:
     near = did_you_mean(name, subcommands())
     raise ValueError(f'No command {name!r}{near or "."} Commands: {", ".join(subcommands())}.')
   return importlib.import_module(f'peftlab.cli.{name.replace("-", "_")}').run(rest)
+
+
+def _joined() -> bool:
+  """Whether this process is one of several of one run."""
+  jax = sys.modules.get('jax')
+  return jax is not None and jax.distributed.is_initialized()
+
+
+def _code_of(error: Exception) -> int:
+  from peftlab.train import joining
+
+  return DIED if joining.of_another(error) else FAILED
+
+
+def _leave(code: int) -> typing.NoReturn:
+  """Ends the process at once: by the usual way it would wait for others that may never come."""
+  import jax
+
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if jax.process_index() == 0:
+    time.sleep(1.0)  # the others are connected to this one, and may be about to say the same
+  os._exit(code)
 
 
 def _show_warning(

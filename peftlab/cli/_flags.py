@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from peftlab import _registry
 from peftlab.cli import _experiments
-from peftlab.train import fields
+from peftlab.train import adapter_words, fields
 from peftlab.train.config import Experiment
 
 _PREFIX = '--config.'
@@ -157,7 +157,7 @@ def _items(given: list[str]) -> tuple:
     if isinstance(value, tuple | list):
       items += value
     else:
-      items += [item for item in text.split(',') if item]
+      items += adapter_words.split(text)
   return tuple(items)
 
 

@@ -18,7 +18,7 @@ def told(error: BaseException) -> str | None:
 
   found = next((match[1] for asked in _ASKED if (match := re.search(asked, text))), None)
   asked = page.size(int(found)) if found and found.isdigit() else found or 'more'
-  there = feasible.memory(jax.devices()[:1])
+  there = feasible.memory(jax.local_devices()[:1])
   left = '' if there is None else f', {page.size(there)} are left'
   return (
     f'There is not enough memory: {asked} were asked for at once{left}. Expected a smaller '

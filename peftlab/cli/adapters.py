@@ -10,6 +10,7 @@ from peftlab.train import progress
 
 # What a column shows -> its head.
 COLUMNS = {
+  'goes_on': 'goes on',
   'identity_at_start': 'starts as base',
   'mergeable': 'merges',
   'needs_weight': 'needs weight',
@@ -40,7 +41,7 @@ def run(argv: list[str]) -> int:
 
 
 def table() -> str:
-  """The table of all registered types; `trainable` is of a linear layer 48 -> 32, at rank 4."""
+  """The table of all registered types; `trainable`: of a linear layer 48 -> 32, rank 4."""
   rows: list[tuple[str, ...]] = [('adapter', *COLUMNS.values())]
   for name in _registry.adapters.names():
     claims = _claims.row(_claims.small(_registry.adapters.get(name)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
+import dataclasses
 from typing import Any
 
 from absl import flags
+import numpy as np
 
+from peftlab import _registry
 from peftlab.cli import _flags, _help, _source
 from peftlab.formats import files
 
@@ -49,31 +50,37 @@ def run(argv: list[str]) -> int:
 
   base = _source.base_source(values.base, ())
   model: Any = load_model(base)
-  with tempfile.TemporaryDirectory() as name:
-    folder = values.source
-    if origin != 'hf':
-      folder = pathlib.Path(name) / 'peft'
-      _as_peft(model, values.source, origin, values.alpha, folder)
-    model = adapter_folder.load_adapter(model, folder)
+  if origin == 'hf':
+    model = adapter_folder.load_adapter(model, values.source)
+  else:
+    model = _with_factors(model, values.source, origin, values.alpha)
   adapter_folder.save_adapter(model, values.out, source=base)
   print(f'{values.out}: an adapter of {base}, from {values.source}')
   return 0
 
 
-def _as_peft(model: Any, source: str, origin: str, alpha: float, folder: pathlib.Path) -> None:
-  """Writes the factors of another trainer as a PEFT folder."""
-  from peftlab.formats import foreign, hf_peft, layer_names
+def _with_factors(model: Any, source: str, origin: str, alpha: float) -> Any:
+  """The model with the factors of another trainer attached."""
+  from peftlab.formats import adapter_values, foreign, peft_values
 
   subject = f"'{source}' ({origin})"
   arrays = foreign.read_arrays(source)
   factors = foreign.factors(model, arrays, foreign.ORIGINS[origin], subject=subject)
-  ranks = {one.a.shape[0] for one in factors.values()}
+  ranks = {a.shape[1] for a, _ in factors.values()}
   if len(ranks) > 1:
     raise ValueError(f'{subject} has factors of ranks {sorted(ranks)}; expected one rank.')
-  every = [place.hf_name or place.name for place in layer_names.places(model).values()]
-  config = {
-    'r': ranks.pop(),
-    'lora_alpha': alpha,
-    'target_modules': hf_peft.target_names(factors, among=every),
-  }
-  hf_peft.write_peft_folder(folder, config, hf_peft.to_tensors(factors))
+  kind = _holder()
+  adapters, values = {}, {}
+  for layer, (a, b) in factors.items():
+    plain, slots = kind.from_factors(a, b)
+    field, scale = kind.peft.scale
+    adapters[layer] = dataclasses.replace(plain, **{field: alpha})
+    number = peft_values.constant_of(adapters[layer].slots()[scale])
+    values[layer] = {**slots, scale: np.asarray(np.float32(number))}
+  return adapter_values.attached(model, 'default', values, adapters, subject=subject)
+
+
+def _holder() -> Any:
+  """The adapter type that is two factors and a scale."""
+  types = [_registry.adapters.get(name) for name in _registry.adapters.names()]
+  return next(t for t in types if 'from_factors' in vars(t) and t.peft and t.peft.scale)

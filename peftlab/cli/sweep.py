@@ -29,9 +29,11 @@ def _define(values: flags.FlagValues) -> None:
   add('string', 'budget', '', "params:2.4M or bytes:10M: solves each type's size for it")
   add('string', 'pack', 'auto', 'trials in one program: auto (as memory allows), off, or a number')
   add('string', 'second', '', 'a corpus on which the loss is taken before and after (forgetting)')
-  add('string', 'engine', 'local', 'what starts processes: local, list, slurm, jobset')
+  add('string', 'engine', 'local', 'what starts processes: local, list, slurm, jobset, ray')
   add('multi_string', 'option', [], 'an option of the engine, KEY=VALUE; can be repeated')
-  add('integer', 'jobs', 1, 'processes at once', lower_bound=1)
+  add('integer', 'jobs', 1, 'trials or packs at once', lower_bound=1)
+  text = 'processes of each trial, by jax.distributed; its mesh spans their devices'
+  add('integer', 'processes', 1, text, lower_bound=1)
   add('integer', 'retries', 5, 'how often a process that died is started again', lower_bound=0)
   add('bool', 'dry_run', False, 'show what would run, and start nothing')
   add('bool', 'status', False, 'show what every trial of the root came to, and start nothing')
@@ -88,9 +90,11 @@ def _sweep(source: str, experiment: Experiment, root: str, values: flags.FlagVal
   from peftlab.sweep.engines import engine as engines
 
   trials = _trials(source, experiment, values)
-  setup = jobs.Setup(source=source, base=_experiments.load(source), root=root, second=values.second)
+  more = {'second': values.second, 'processes': values.processes}
+  setup = jobs.Setup(source=source, base=_experiments.load(source), root=root, **more)
   engine = engines.make(values.engine, values.option)
-  jobs.pack_size(values.pack)  # a mistake in it is said before anything is written
+  # A mistake in it is said before anything is written.
+  jobs.pack_size(values.pack, processes=values.processes)
   if values.dry_run:
     return _dry_run(trials, setup, engine, values)
   ledger.add(root, trials, {t.id: setup.command(t) for t in trials})

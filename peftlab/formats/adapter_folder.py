@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any
 from flax import nnx
 import numpy as np
 
-from peftlab import _adapter, _attach, _parts, _registry
+from peftlab import _adapter, _attach, _processes, _registry, _sites
 from peftlab.formats import (
   adapter_values,
   base_samples,
@@ -22,6 +23,9 @@ from peftlab.formats import (
   hf_peft,
   layer_names,
   peft_config,
+  peft_rows,
+  peft_values,
+  peft_writing,
   safetensors_file,
 )
 
@@ -32,6 +36,7 @@ KEYS = ('format', 'type', 'fields', 'layers', 'base', 'tensors')
 SOURCE = 'source'  # in a card that says it: where the base was loaded from
 
 MORE = 'more'  # other adapters of the same name, with their layers
+PEFT = 'peft'  # in a card whose folder is one of PEFT too
 Values = adapter_values.Values
 
 
@@ -48,6 +53,8 @@ def save_adapter(
   layers and a sample of the base. A type that HF PEFT has is written as a PEFT folder, with Hugging
   Face's names where the model knows them; layers with different adapters only as our own.
 
+  Of several processes all have to call; the first writes.
+
   Args:
     model: carries the adapter.
     directory: is made where there is none, in a folder that exists.
@@ -60,34 +67,36 @@ def save_adapter(
   """
   directory = files.writable_folder(directory, subject='Adapter folder')
   _attach.require(model, name)
-  adapters, values, embeddings = adapter_values.collect(model, name)
+  adapters, values = adapter_values.collect(model, name)
   for layer, slots in values.items():
     for slot, array in slots.items():
       if not np.isfinite(array.astype(np.float32)).all():
         raise ValueError(f'Adapter {name!r}: {layer}.{slot} holds a NaN or an infinity.')
-  config, tensors = {}, {}
-  first, *others = dict.fromkeys(adapters.values())
-  if first.peft_type and not others:
-    config, tensors = first.to_peft(values, embeddings=embeddings)
-    config = peft_config.check_config(
-      config | _targets(model, values), subject=f"PEFT folder '{directory}'", strict=True
-    )
-    # A scale that was changed after attaching is in the arrays; the fields follow them.
-    found = type(first).from_peft(config, tensors)[0]
-    told = {field: getattr(found, field) for field in first.peft_fields}
-    adapters = dict.fromkeys(adapters, dataclasses.replace(first, **told))
+  config, tensors, write = {}, {}, hf_peft.write_peft_folder
+  table = peft_rows.write(adapters, values, layer_names.places(model, one=True))
+  found = peft_writing.write(adapters, values, _layers(model, values))
+  if found is not None:  # a scale that was changed is in the arrays; the fields follow them
+    config, tensors, adapters = found
+    subject = f"PEFT folder '{directory}'"
+    config = peft_config.check_config(config, subject=subject, strict=True)
+  elif table is not None:
+    (config, tensors), write = table, peft_rows.write_folder
   else:
     tensors = {
       f'{layer}.{slot}' if layer else slot: array
       for layer, of in values.items()
       for slot, array in of.items()
     }
-  card = _card(model, adapters, values) | ({SOURCE: source} if source else {})
-  _write(directory, card, config, tensors)
+  card = _card(model, adapters, values, peft=bool(config)) | ({SOURCE: source} if source else {})
+  _processes.by_first(lambda: _write(directory, card, config, tensors, write))
 
 
 def _write(
-  directory: pathlib.Path, card: dict[str, Any], config: dict[str, Any], tensors: dict[str, Any]
+  directory: pathlib.Path,
+  card: dict[str, Any],
+  config: dict[str, Any],
+  tensors: dict[str, Any],
+  write: Callable[[pathlib.Path, dict[str, Any], dict[str, Any]], None],
 ) -> None:
   """Writes the files of a folder, all or none: aside first, then moved, the card last."""
   new = not directory.exists()
@@ -96,7 +105,7 @@ def _write(
       staged = pathlib.Path(at) / 'adapter'
       staged.mkdir()
       if config:
-        hf_peft.write_peft_folder(staged, config, tensors)
+        write(staged, config, tensors)
       else:
         safetensors_file.write_safetensors(staged / TENSORS, tensors)
       card['tensors'] = _file_digest(staged / TENSORS)
@@ -148,33 +157,35 @@ def load_adapter(
   """
   _attach.check_name(name)
   directory = files.existing_folder(directory)
-  adapters, values, card = _read(directory)
-  known = layer_names.places(model)
+  known = layer_names.places(model, one=True)
+  adapters, values, card = _read(directory, known)
   subject = f"Adapter folder '{directory}'"
-  model = _parts.merge(_parts.split(model))
-  plans, arrays, places = adapter_values.plans_and_arrays(
-    model, name, values, adapters, known=known, subject=subject
+
+  def check(places: Collection[layer_names.Place]) -> None:
+    if card and not any_base:
+      _check_base(places, card, subject)
+
+  return adapter_values.attached(
+    model, name, values, adapters, subject=subject, partial=True, check=check
   )
-  if card and not any_base:
-    _check_base(places, card, subject)
-  _attach.install(plans, name, arrays, training=False)
-  return model
 
 
 def _card(
-  model: nnx.Module, adapters: Mapping[str, _adapter.Adapter], values: Values
+  model: nnx.Module, adapters: Mapping[str, _adapter.Adapter], values: Values, *, peft: bool
 ) -> dict[str, Any]:
-  known = layer_names.places(model)
+  known = layer_names.places(model, one=True)
   adapted = [layer_names.find(known, layer) for layer in adapters]
-  groups: dict[_adapter.Adapter, list[str]] = {}
+  groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
   for layer, adapter in adapters.items():
-    groups.setdefault(adapter, []).append(layer)
-  first, *others = groups
-  more = [_told(adapter) | {'layers': groups[adapter]} for adapter in others]
+    told = _told(adapter)
+    groups.setdefault(repr(told), (told, []))[1].append(layer)
+  (first, _), *others = groups.values()
+  more = [told | {'layers': layers} for told, layers in others]
   return {
     'format': VERSION,
-    **_told(first),
+    **first,
     **({MORE: more} if more else {}),
+    **({PEFT: True} if peft else {}),
     'layers': {layer: {s: list(a.shape) for s, a in of.items()} for layer, of in values.items()},
     'base': _samples(adapted),
   }
@@ -188,16 +199,33 @@ def _told(adapter: _adapter.Adapter) -> dict[str, Any]:
 def _samples(adapted: Collection[layer_names.Place]) -> dict[str, list[float]]:
   by_site = {place.site.path: place.site for place in adapted}
   numbers = {path: base_samples.sample(site) for path, site in by_site.items()}
-  return {p.name: [float(v) for v in numbers[p.site.path][p.index]] for p in adapted}
+  # Of experts that share their arrays, the first tells the base.
+  each = {p.name: numbers[p.site.path][p.index].reshape(-1, base_samples.COUNT)[0] for p in adapted}
+  return {name: [float(v) for v in own] for name, own in each.items()}
 
 
-def _targets(model: nnx.Module, values: Values) -> dict[str, Any]:
-  every = [place.hf_name or place.name for place in layer_names.places(model).values()]
-  return {'target_modules': hf_peft.target_names([v for v in values if v], among=every)}
+def _layers(model: nnx.Module, values: Values) -> dict[str, peft_values.Layer]:
+  """What the form of PEFT has to know of each layer of a base."""
+  # Of a layer with experts, the names of each expert or that of all: as the adapter has them.
+  places = layer_names.places(model, one=True).values()
+  shared = {p.site.path for p in places if p.site.one and (p.hf_name or p.name) in values}
+  every = [p for p in places if p.site.one == (p.site.path in shared)]
+  return {p.hf_name or p.name: _layer(p) for p in every}
+
+
+def _layer(place: layer_names.Place) -> peft_values.Layer:
+  kind, sizes = place.site.kind, place.site.sizes
+  if kind.norm or kind.point:
+    word = 'norm' if kind.norm else 'point'
+  elif not kind.linear:
+    word = 'embedding'
+  else:
+    word = 'conv' if place.site.layout.equation is None else 'linear'
+  return peft_values.Layer(word, (sizes['in'], sizes['out']), head=_sites.is_head(place.site))
 
 
 def _digest(card: Mapping[str, Any]) -> str:
-  text = json.dumps({k: card[k] for k in (*KEYS, SOURCE, MORE) if k in card}, sort_keys=True)
+  text = json.dumps({k: card[k] for k in (*KEYS, SOURCE, MORE, PEFT) if k in card}, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -206,13 +234,15 @@ def _file_digest(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
+Known = Mapping[layer_names.Key, layer_names.Place]
+
+
 def _read(
-  directory: pathlib.Path,
+  directory: pathlib.Path, known: Known | None = None
 ) -> tuple[dict[str, _adapter.Adapter], Values, dict[str, Any]]:
-  """(the adapter of every layer, the arrays, our card or {})."""
+  """(the adapter of every layer, the arrays, our card or {}), for a base with layers `known`."""
   if not (directory / CARD).exists():
-    adapter, values = _read_peft(directory)
-    return dict.fromkeys((layer for layer in values if layer), adapter), values, {}
+    return *_read_peft(directory, known), {}
   card = files.read_json(directory / CARD)
   subject = f"'{directory / CARD}'"
   missing = [key for key in (*KEYS, 'digest') if key not in card]
@@ -222,28 +252,62 @@ def _read(
     raise ValueError(f'{subject} has format {card["format"]!r}; this version reads {VERSION}.')
   if _digest(card) != card['digest']:
     raise ValueError(f'{subject} was edited after it was written: its digest does not fit.')
-  adapter = _from_fields(card, subject)
-  if adapter.peft_type and MORE not in card:
-    found, values = _read_peft(directory)
-    adapter = _agree(adapter, found, directory)
+  adapters = _of_card(card, subject)
+  if card.get(PEFT) or (directory / hf_peft.CONFIG).exists():
+    found, values = _read_peft(directory, known, card=adapters, shapes=card['layers'])
+    _agree(adapters, found, directory)
   else:
     values = _read_plain(directory)
   _check_layers(values, card['layers'], subject)
   if _file_digest(directory / TENSORS) != card['tensors']:
     raise ValueError(f"'{directory / TENSORS}' was changed after it was written.")
-  adapters = dict.fromkeys((layer for layer in values if layer), adapter)
-  for other in card.get(MORE, ()):
-    adapters |= dict.fromkeys(other['layers'], _from_fields(other, subject))
   return adapters, values, card
 
 
-def _read_peft(directory: pathlib.Path) -> tuple[_adapter.Adapter, Values]:
-  config, tensors = hf_peft.read_peft_folder(directory)
-  for type_name in _registry.adapters.names():
-    cls = _registry.adapters.get(type_name)
-    if cls.peft_type == config['peft_type']:
-      return cls.from_peft(config, tensors)
-  raise ValueError(f"No adapter type reads PEFT's {config['peft_type']!r} ('{directory}').")
+def _of_card(card: Mapping[str, Any], subject: str) -> dict[str, _adapter.Adapter]:
+  """The adapter of every layer, as our card tells it."""
+  first = _from_fields(card, subject)
+  adapters = dict.fromkeys((layer for layer in card['layers'] if layer), first)
+  for other in card.get(MORE, ()):
+    adapters |= dict.fromkeys(other['layers'], _from_fields(other, subject))
+  return adapters
+
+
+def _read_peft(
+  directory: pathlib.Path,
+  known: Known | None,
+  *,
+  card: Mapping[str, _adapter.Adapter] | None = None,
+  shapes: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, _adapter.Adapter], Values]:
+  table = peft_rows.read(directory, known, card=shapes)
+  if table is not None:
+    return table
+  types = {adapter.peft.type for adapter in (card or {}).values() if adapter.peft}
+  wanted = types.pop() if len(types) == 1 else None
+  config, tensors = hf_peft.read_peft_folder(directory, peft_type=wanted)
+  subject = f"Adapter folder '{directory}'"
+
+  def describe(path: str) -> peft_values.Layer | None:
+    if known is None:
+      return None
+    try:
+      return _layer(layer_names.find(dict(known), path))
+    except ValueError as error:
+      raise ValueError(f'{subject}: {error}') from None
+
+  adapters, values = peft_values.read(
+    config, tensors, subject=subject, describe=describe, card=card
+  )
+  if known is not None and card is None:
+    layers = {p.hf_name or p.name: _layer(p) for p in known.values() if not p.site.one}
+    lost = peft_values.missing(config, adapters, layers, subject=subject)
+    if lost:
+      raise ValueError(
+        f'{subject} has {len(adapters)} of {len(adapters) + len(lost)} layers that its config '
+        f'selects; missing: {", ".join(lost[:6])}.'
+      )
+  return adapters, values
 
 
 def _read_plain(directory: pathlib.Path) -> Values:
@@ -265,16 +329,23 @@ def _from_fields(told: Mapping[str, Any], subject: str) -> _adapter.Adapter:
 
 
 def _agree(
-  adapter: _adapter.Adapter, found: _adapter.Adapter, directory: pathlib.Path
-) -> _adapter.Adapter:
-  """The adapter of the card, where PEFT's config says the same of it."""
-  for field in found.peft_fields:
-    ours, theirs = getattr(adapter, field), getattr(found, field)
-    if ours != theirs:
-      raise ValueError(
-        f"'{directory}' was edited: {hf_peft.CONFIG} has {field} {theirs!r}, {CARD} {ours!r}."
-      )
-  return adapter
+  told: Mapping[str, _adapter.Adapter],
+  found: Mapping[str, _adapter.Adapter],
+  directory: pathlib.Path,
+) -> None:
+  """Raises ValueError unless PEFT's config says of every layer what the card says."""
+  for layer in found:
+    if layer not in told:
+      continue  # `_check_layers` names it
+    for field in dataclasses.fields(told[layer]):
+      ours, theirs = getattr(told[layer], field.name), getattr(found[layer], field.name, None)
+      numbers = isinstance(ours, float) and isinstance(theirs, float)
+      close = numbers and math.isclose(ours, theirs, rel_tol=1e-6)
+      if ours != theirs and not close:
+        raise ValueError(
+          f"'{directory}' was edited: {hf_peft.CONFIG} has {field.name} {theirs!r}, {CARD} "
+          f'{ours!r} ({layer}).'
+        )
 
 
 def _check_layers(values: Values, told: Mapping[str, Any], subject: str) -> None:

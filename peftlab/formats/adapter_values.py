@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+import dataclasses
 from typing import Any
 
 from flax import nnx
@@ -10,56 +11,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _adapter, _initial, _layer, _plan, _sites
-from peftlab.formats import layer_names
+from peftlab import _adapter, _attach, _initial, _layer, _parts, _plan, _processes, _sites
+from peftlab.formats import layer_names, stack_values
 
 # {layer name: {slot: array of one layer}}; under '' the arrays that all layers share
 Values = dict[str, dict[str, np.ndarray]]
 
 
-def collect(model: nnx.Module, name: str) -> tuple[dict[str, _adapter.Adapter], Values, set[str]]:
-  """(the adapter of every layer, the arrays of every layer, which layers are embeddings).
+def collect(model: nnx.Module, name: str) -> tuple[dict[str, _adapter.Adapter], Values]:
+  """(the adapter of every layer, the arrays of every layer).
 
   Raises:
     ValueError: several adapters of that name have shared arrays.
   """
   adapters: dict[str, _adapter.Adapter] = {}
   values: Values = {}
-  embeddings = set()
   sharing = set()
   whole: dict[tuple, dict[str, np.ndarray]] = {}
-  for place in layer_names.places(model).values():
+  for place, attached in layer_names.adapted(model, name):
     site = place.site
-    attached = next((a for a in getattr(site.layer, 'adapters', ()) if a.name == name), None)
-    if attached is None:
-      continue
     if site.path not in whole:
       whole[site.path] = _host_arrays(attached)
     layer = place.hf_name or place.name
     adapters[layer] = attached.adapter
     shared = _plan.shared(attached.slots())
     values[layer] = {
-      slot: layer_names.take(array, _stack_of(attached, slot), place.index)
-      for slot, array in whole[site.path].items()
-      if slot not in shared and attached.slots()[slot].saved
+      slot: layer_names.take(whole[site.path][slot], site.slot_axes(of), place.index)
+      for slot, of in attached.slots().items()
+      if not of.shared and of.saved
     }
     if shared:
       sharing.add(attached.adapter)
       values[''] = {slot: whole[site.path][slot] for slot in shared}
-    if not site.kind.linear:
-      embeddings.add(layer)
   if len(sharing) > 1:
     raise ValueError(f'Adapter {name!r} has several types that share arrays; name them apart.')
-  return adapters, values, embeddings
+  return adapters, values
 
 
 def _host_arrays(attached: _layer.Attached) -> dict[str, np.ndarray]:
   slots = attached.slots()
-  return {slot: np.asarray(jax.device_get(getattr(attached, slot)[...])) for slot in slots}
-
-
-def _stack_of(attached: _layer.Attached, slot: str) -> tuple[int, ...]:
-  return getattr(attached, slot).get_metadata().get('stack', ())
+  return {slot: _processes.host(getattr(attached, slot)[...]) for slot in slots}
 
 
 def plans_and_arrays(
@@ -70,6 +61,7 @@ def plans_and_arrays(
   *,
   known: dict[layer_names.Key, layer_names.Place],
   subject: str,
+  partial: bool = False,
 ) -> tuple[list[_plan.Plan], dict[str, dict[str, Any]], list[layer_names.Place]]:
   """What `install` takes, and the layers that it is for.
 
@@ -80,23 +72,31 @@ def plans_and_arrays(
     adapters: likewise.
     known: the layers of the base.
     subject: the start of every message.
+    partial: layers of a stack that the file does not have get a fresh adapter, which is told.
   """
   shared = values.get('', {})
   values = {layer: slots for layer, slots in values.items() if layer}
-  placed = _placed(values, known, subject)
+  placed, lost = _placed(values, known, subject)
   kinds = {
     layer_names.canonical(layer_names.find(known, layer).name): kind
     for layer, kind in adapters.items()
   }
-  fresh = {site.path: site for site in _sites.sites(model, norms=True)}
-  plans, arrays = [], {}
+  fresh = {site.path: site for site in _sites.sites(model, norms=True, points=True)}
+  plans, arrays, stacks = [], {}, {}
   for site, each in layer_names.by_site(placed, known):
     own = {kinds[key] for key in placed if known[key].site.path == site.path}
-    if len(own) != 1:
-      raise ValueError(f'{subject} has several adapters in one stack, {site.name}: {own}.')
-    plans.append(_plan.plan(fresh[site.path], own.pop(), name))
-    arrays[site.name] = _stacked(plans[-1], each, subject)
+    adapter = stack_values.common(own, f'{subject}: {site.name}')
+    here = dataclasses.replace(fresh[site.path], one=site.one)
+    plans.append(_plan.plan(here, adapter, name))
+    stacks[site.name] = {i: stack_values.padded(slots, adapter) for i, slots in each.items()}
   plans = _plan.share(plans, {})
+  started = [plan for plan in plans if plan.site.path in lost]
+  if started:
+    stack_values.check_start(started, lost, partial=partial, have=len(placed), subject=subject)
+  starts = _initial.initial_values(started, jax.random.key(0)) if started else {}
+  for plan in plans:
+    at = plan.site.name
+    arrays[at] = _stacked(plan, stacks[at], subject, starts.get(at))
   for plan in [p for p in plans if _plan.shared(p.slots)][:1]:  # install takes them for every layer
     arrays[plan.site.name] |= _shared(plan, shared, subject)
     shared = {}
@@ -108,8 +108,34 @@ def plans_and_arrays(
   return plans, arrays, [known[key] for key in placed]
 
 
-def _placed(values: Values, known: dict, subject: str) -> dict[layer_names.Key, dict]:
-  """The layers of the file by canonical name, every stack they touch complete."""
+def attached(
+  model: nnx.Module,
+  name: str,
+  values: Values,
+  adapters: Mapping[str, _adapter.Adapter],
+  *,
+  subject: str,
+  partial: bool = False,
+  check: Callable[[list[layer_names.Place]], None] = lambda places: None,
+) -> nnx.Module:
+  """The model with an adapter that has these arrays, in evaluation mode; see `plans_and_arrays`.
+
+  `check` is given the layers before anything is installed.
+  """
+  known = layer_names.places(model, one=True)
+  model = _parts.merge(_parts.split(model))
+  plans, arrays, places = plans_and_arrays(
+    model, name, values, adapters, known=known, subject=subject, partial=partial
+  )
+  check(places)
+  _attach.install(plans, name, arrays, training=False)
+  return model
+
+
+def _placed(
+  values: Values, known: dict, subject: str
+) -> tuple[dict[layer_names.Key, dict], dict[tuple, list[str]]]:
+  """(the layers of the file by canonical name, {path of a stack: its layers that lack there})."""
   placed = {}
   try:
     for layer, slots in values.items():
@@ -117,18 +143,26 @@ def _placed(values: Values, known: dict, subject: str) -> dict[layer_names.Key, 
       placed[layer_names.canonical(place.name)] = slots
   except ValueError as error:
     raise ValueError(f'{subject}: {error}') from None
-  touched = {known[key].site.path for key in placed}
-  wanted = [key for key, place in known.items() if place.site.path in touched]
-  missing = [known[key].name for key in wanted if key not in placed]
-  if missing:
-    raise ValueError(
-      f'{subject} has {len(placed)} of {len(wanted)} layers; missing: {", ".join(missing[:6])}. '
-      'A stack takes an adapter on all of its layers.'
-    )
-  return placed
+  touched = {known[key].site.path: known[key].site.one for key in placed}
+  for place in (known[key] for key in placed):
+    if place.site.one != touched[place.site.path]:
+      raise ValueError(
+        f'{subject} has arrays of {place.site.name} both for each expert and for all of them.'
+      )
+  wanted = [k for k, place in known.items() if touched.get(place.site.path) == place.site.one]
+  lost: dict[tuple, list[str]] = {}
+  for key in wanted:
+    if key not in placed:
+      lost.setdefault(known[key].site.path, []).append(known[key].name)
+  return placed, lost
 
 
-def _stacked(plan: _plan.Plan, each: dict[tuple, dict], subject: str) -> dict[str, jax.Array]:
+def _stacked(
+  plan: _plan.Plan,
+  each: dict[tuple, dict],
+  subject: str,
+  start: Mapping[str, jax.Array] | None = None,
+) -> dict[str, jax.Array]:
   arrays = {}
   expected = {n for n, s in plan.slots.items() if s.saved and not s.shared}
   for slot in expected:
@@ -142,9 +176,10 @@ def _stacked(plan: _plan.Plan, each: dict[tuple, dict], subject: str) -> dict[st
       if slots[slot].shape != own:
         raise ValueError(f'{where}.{slot} has shape {slots[slot].shape}; expected {own}.')
       layers[index] = slots[slot]
-    whole = layer_names.put_together(layers, stack, plan.site.layers)
+    first = None if start is None else _processes.host(start[slot])
+    whole = layer_names.put_together(layers, stack, plan.site.own_layers, first)
     dtype = plan.slots[slot].dtype
-    arrays[slot] = jax.device_put(jnp.asarray(whole, dtype), plan.shardings[slot])
+    arrays[slot] = _processes.put(jnp.asarray(whole, dtype), plan.shardings[slot])
   return arrays
 
 
@@ -159,6 +194,6 @@ def _shared(plan: _plan.Plan, given: Mapping[str, np.ndarray], subject: str) -> 
         f'{subject}: the shared {slot} has shape {given[slot].shape}; expected {plan.shapes[slot]}.'
       )
   return {
-    s: jax.device_put(jnp.asarray(given[s], plan.slots[s].dtype), plan.shardings[s])
+    s: _processes.put(jnp.asarray(given[s], plan.slots[s].dtype), plan.shardings[s])
     for s in expected
   }

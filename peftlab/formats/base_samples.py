@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _sites, _stack
+from peftlab import _processes, _sites, _stack
 
 COUNT = 4
 # Rounding a base to 4 bits moves its numbers by a tenth; two bases are uncorrelated (1.4).
@@ -21,7 +21,8 @@ def sample(site: _sites.Site) -> np.ndarray:
   own = [rng.integers(0, size, COUNT) for size in site.shape]
   stacked = np.indices(site.layers)[..., None] if site.layers else ()
   index = _stack.insert(tuple(own), site.stack, tuple(stacked))
-  return np.asarray(site.weight.get_raw_value()[tuple(jnp.asarray(i) for i in index)], np.float32)
+  found = site.weight.get_raw_value()[tuple(jnp.asarray(i) for i in index)]
+  return _processes.host(found).astype(np.float32)
 
 
 def distance(found: dict[Any, list[float]], told: dict[Any, Any]) -> float:

@@ -10,12 +10,14 @@ import re
 from typing import Any
 import warnings
 
+import ml_dtypes
 import numpy as np
 
 from peftlab import _registry
-from peftlab.formats import files, hf_peft, layer_names, safetensors_file
+from peftlab.formats import files, layer_names, safetensors_file
 
 Words = tuple[str, ...]
+Factors = tuple[np.ndarray, np.ndarray]
 
 _FACTOR = re.compile(r'(?:(?:kernel|w|weight|embedding)_)?lora_([ab])', re.IGNORECASE)
 _NUMBER = re.compile(r'(?:[a-z_]*layers?_)?(\d+)')
@@ -84,9 +86,14 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[Words, np.ndarray]:
     return {_words(k): a for k, a in safetensors_file.SafetensorsFile(path).items()}
   if path.suffix == '.npz':
     with np.load(path, allow_pickle=False) as held:
-      return {_words(key): held[key] for key in held}
+      return {_words(key): _numbers(held[key]) for key in held}
   files.refuse_pickle(path)
   raise ValueError(f"'{path}' is not .npz, .safetensors or the folder of an Orbax checkpoint.")
+
+
+def _numbers(array: np.ndarray) -> np.ndarray:
+  """numpy writes bfloat16 as two bytes without a meaning."""
+  return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype('V2') else array
 
 
 def _words(key: str) -> Words:
@@ -121,8 +128,8 @@ def _flat(tree: Any, path: Words = ()) -> dict[Words, np.ndarray]:
 
 def factors(
   model: Any, arrays: Mapping[Words, np.ndarray], origin: Origin, *, subject: str
-) -> dict[str, hf_peft.Factors]:
-  """{layer: PEFT's factors} of all LoRA factors among some arrays.
+) -> dict[str, Factors]:
+  """{layer: (a [in, rank], b [rank, out])} of all LoRA factors among some arrays.
 
   Wrappers (`params`, a trailing `value`) are skipped; `0`, `layers_0` and `layers.0` are one; a
   stack of layers is taken apart.
@@ -145,7 +152,7 @@ def factors(
     )
   pairs = _pairs(arrays, subject)
   known = layer_names.places(model)
-  found: dict[str, hf_peft.Factors] = {}
+  found: dict[str, Factors] = {}
   for (module, number), pair in pairs.items():
     if set(pair) != {'a', 'b'}:
       raise ValueError(f'{subject}: {".".join(module)} has lora_{min(pair)} alone.')
@@ -153,7 +160,7 @@ def factors(
     shown = '.'.join(module)
     for place, a, b in _each(places, pair, origin.axis, number is None, f'{subject}: {shown}'):
       b = _as_theirs(b, place.site.path[-1], model.config, origin)
-      found[place.hf_name or place.name] = hf_peft.Factors(a=a.T, b=b.T)
+      found[place.hf_name or place.name] = a, b
   return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 import numpy as np
 
-from peftlab import _registry, _sites
+from peftlab import _layer, _registry, _sites
 
 Key = tuple[tuple[str, ...], tuple[int, ...]]
 
@@ -44,7 +44,8 @@ class Place:
 
   Attributes:
     site: where it is, perhaps in a stack.
-    index: which layer of the stack, one number per stack axis.
+    index: which layer of the stack, one number per stack axis; of experts that share their arrays
+      none.
     name: its dotted name, with its numbers behind the first word.
     hf_name: its name in Hugging Face files, or None.
   """
@@ -55,13 +56,20 @@ class Place:
   hf_name: str | None
 
 
-def places(model: nnx.Module) -> dict[Key, Place]:
-  """Every layer of a model that can be adapted, by its canonical name."""
+def places(model: nnx.Module, *, one: bool = False) -> dict[Key, Place]:
+  """Every layer of a model that can be adapted, by its canonical name.
+
+  Args:
+    model: any.
+    one: of a layer with experts also the one place of all of them, besides one for each.
+  """
   hf = getattr(model, 'hf_names', dict)()
   by_key = {canonical(own): theirs for own, theirs in hf.items()}
   name_of = getattr(model, 'layer_name', _name)  # a model may know its layers by other numbers
   found = {}
-  for site in _sites.sites(model, norms=True):
+  every = _sites.sites(model, norms=True, points=True)
+  every += [dataclasses.replace(s, one=True) for s in every if one and s.experts]
+  for site in every:
     for number, index in _numbered(site):
       name = name_of(site.path, number)
       key = canonical(name)
@@ -69,10 +77,21 @@ def places(model: nnx.Module) -> dict[Key, Place]:
   return found
 
 
+def adapted(model: nnx.Module, name: str) -> list[tuple[Place, _layer.Attached]]:
+  """The places of an adapter of a model, and what each carries."""
+  found = []
+  for place in places(model, one=True).values():
+    attached = next((a for a in getattr(place.site.layer, 'adapters', ()) if a.name == name), None)
+    if attached is not None and attached.one == place.site.one:
+      found.append((place, attached))
+  return found
+
+
 def _numbered(site: _sites.Site) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
   """(its numbers, its places along the stack axes) of each layer at a site, in layer order."""
-  places = itertools.product(*(range(n) for n in site.layers))
-  pairs = ((tuple(n[i] for n, i in zip(site.numbers, at, strict=True)), at) for at in places)
+  numbers = site.own_numbers
+  places = itertools.product(*(range(n) for n in site.own_layers))
+  pairs = ((tuple(n[i] for n, i in zip(numbers, at, strict=True)), at) for at in places)
   return sorted(pair for pair in pairs if min(pair[0], default=0) >= 0)
 
 
@@ -105,11 +124,19 @@ def take(array: np.ndarray, stack: tuple[int, ...], index: tuple[int, ...]) -> n
 
 
 def put_together(
-  each: dict[tuple[int, ...], np.ndarray], stack: tuple[int, ...], layers: tuple[int, ...]
+  each: dict[tuple[int, ...], np.ndarray],
+  stack: tuple[int, ...],
+  layers: tuple[int, ...],
+  start: np.ndarray | None = None,
 ) -> np.ndarray:
-  """{index: array of one layer} -> the stacked array: inverse of `take`."""
+  """{index: array of one layer} -> the stacked array: inverse of `take`.
+
+  Layers that are not given are those of the stacked array `start`, else 0.
+  """
   first = next(iter(each.values()))
   whole = np.zeros((*layers, *first.shape), first.dtype)
+  if start is not None:
+    whole = np.moveaxis(start, stack, range(len(stack))).copy()
   for index, array in each.items():
     whole[index] = array
   return np.moveaxis(whole, range(len(stack)), stack)

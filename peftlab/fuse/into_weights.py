@@ -10,7 +10,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _adapter, _attach, _kernel, _layer, _packed, _parts, _sites, _stack
+from peftlab import _adapter, _attach, _kernel, _layer, _packed, _padded, _parts, _sites, _stack
 from peftlab.quant.layer import dense_class
 
 
@@ -33,7 +33,8 @@ def fuse(model: nnx.Module, *, name: str = 'default') -> nnx.Module:
     ValueError: no such adapter, a type that cannot be merged, or NaN or infinity in its arrays.
   """
   _attach.require(model, name)
-  chosen = [(s, a) for s in _sites.sites(model, norms=True) if (a := _find(s, name)) is not None]
+  every = _sites.sites(model, norms=True, points=True)
+  chosen = [(s, a) for s in every if (a := _find(s, name)) is not None]
   for site, attached in chosen:
     _check(site, attached)
   fused = {site.path: _fused(site, attached) for site, attached in chosen}
@@ -90,7 +91,7 @@ def _check(site: _sites.Site, attached: _layer.Attached) -> None:
 
 def _fused(site: _sites.Site, attached: _layer.Attached) -> jax.Array:
   """The weight of a site, its stack axes included, with the adapter merged in."""
-  weight: Any = site.weight.get_raw_value()
+  weight: Any = _padded.cut(site.weight.get_raw_value())
   words, shape, stack = site.layout.words, site.shape, site.stack
   dtype = weight.dtype
   if isinstance(weight, _packed.Packed):
@@ -102,7 +103,7 @@ def _fused(site: _sites.Site, attached: _layer.Attached) -> jax.Array:
     fused = attached.adapter.fuse(matrix, values)
     return _kernel.from_matrix(fused.astype(dtype), words, shape)
 
-  return _each_layer(one, weight, stack, attached)
+  return _each_layer(one, weight, stack, site, attached)
 
 
 def _fused_bias(site: _sites.Site, attached: _layer.Attached) -> jax.Array | None:
@@ -115,7 +116,7 @@ def _fused_bias(site: _sites.Site, attached: _layer.Attached) -> jax.Array | Non
   if type(adapter).fuse_bias is _adapter.Adapter.fuse_bias:
     return None
   outs, layers = site.sizes['out'], site.layers
-  own = jnp.zeros((*layers, outs)) if site.bias is None else site.bias.get_raw_value()
+  own = jnp.zeros((*layers, outs)) if site.bias is None else site.bias[...]
   rank = own.ndim - len(layers)
   stack = tuple(range(len(layers))) if site.bias is None else _stack.place_axes(site.stack, rank)
 
@@ -123,7 +124,7 @@ def _fused_bias(site: _sites.Site, attached: _layer.Attached) -> jax.Array | Non
     fused = adapter.fuse_bias(b.reshape(-1).astype(jnp.float32), _values(site, attached, arrays))
     return fused.reshape(b.shape).astype(b.dtype)
 
-  fused = _each_layer(one, own, stack, attached)
+  fused = _each_layer(one, own, stack, site, attached)
   if site.bias is not None:
     return fused
   if jnp.any(fused):
@@ -147,24 +148,29 @@ def _values(
 
 
 def _each_layer(
-  one: Callable[..., jax.Array], own: jax.Array, stack: tuple[int, ...], attached: _layer.Attached
+  one: Callable[..., jax.Array],
+  own: jax.Array,
+  stack: tuple[int, ...],
+  site: _sites.Site,
+  attached: _layer.Attached,
 ) -> jax.Array:
-  """`one(array of one layer, slots of it)` over the layer axes of an array; where it lies."""
-  variables = {slot: getattr(attached, slot) for slot in attached.slots()}
-  axes = {n: tuple(v.get_metadata().get('stack', ())) for n, v in variables.items()}
-  shared = {n: v[...] for n, v in variables.items() if stack and not axes[n]}
-  each = {n: v[...] for n, v in variables.items() if n not in shared}
+  """`one(array of one layer, slots of it)` over the layer axes of an array; where it lies.
 
-  def every(own: jax.Array, each: dict[str, jax.Array], shared: dict[str, Any]) -> jax.Array:
-    def run(array: jax.Array, slots: dict[str, jax.Array]) -> jax.Array:
-      return one(array, slots | shared)
+  Slots have all of these axes, or the first of them: what the experts or all layers share has less.
+  """
+  here = site.under(attached)
+  axes = {name: here.slot_axes(slot) for name, slot in attached.slots().items()}
+  slots = {name: getattr(attached, name)[...] for name in axes}
 
-    for _ in stack:
-      run = jax.vmap(run)
-    fused = run(_front(own, stack), {n: _front(a, axes[n]) for n, a in each.items()})
+  def every(own: jax.Array, slots: dict[str, jax.Array]) -> jax.Array:
+    run = one
+    for depth in reversed(range(len(stack))):
+      mapped = {name: 0 if depth < len(of) else None for name, of in axes.items()}
+      run = jax.vmap(run, in_axes=(0, mapped))
+    fused = run(_front(own, stack), {n: _front(a, axes[n]) for n, a in slots.items()})
     return jnp.moveaxis(fused, range(len(stack)), stack)
 
-  return jax.jit(every, out_shardings=own.sharding)(own, each, shared)
+  return jax.jit(every, out_shardings=own.sharding)(own, slots)
 
 
 def _front(array: Any, axes: tuple[int, ...]) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _adapter, _initial, _layer, _sites, _stack
+from peftlab import _adapter, _initial, _layer, _sites
 from peftlab.fuse import deltas, low_rank
 
 
@@ -99,9 +99,11 @@ def merge(
     rule: how.
     key: of the whole model; what is random differs by site and layer, not by layout.
   """
+  # Where some adapter tells experts apart, so does the merge.
+  site = dataclasses.replace(site, one=site.experts and all(one.one for one in attached))
   given = [_arrays(site, one) for one in attached]
-  index = np.array(list(np.ndindex(*site.layers)), np.uint32)
-  index = index.reshape(math.prod(site.layers), len(site.layers))
+  layers = site.own_layers
+  index = np.array(list(np.ndindex(*layers)), np.uint32).reshape(math.prod(layers), len(layers))
   sizes = site.sizes['in'], site.sizes['out']
   run = _program(tuple(one.adapter for one in attached), sizes, rule)
   pair, svd, bias = run(
@@ -119,14 +121,19 @@ def _arrays(
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
   """({slot: [layers, *own]}, {slot: the site's part of a shared array})."""
   each, shared = {}, {}
+  here = site.under(attached)
   for name, slot in attached.slots().items():
     array = getattr(attached, name)[...]
     shape = _adapter.slot_shape(slot, attached.adapter, sizes=site.sizes)
     if slot.shared:
       shared[name] = _layer.part_of(array, shape)
     else:
-      axes = _stack.place_axes(site.stack, len(shape))
-      each[name] = jnp.moveaxis(array, axes, range(len(axes))).reshape(-1, *shape)
+      axes = here.slot_axes(slot)
+      array = jnp.moveaxis(array, axes, range(len(axes)))
+      if here.one and not site.one:
+        array = jnp.expand_dims(array, len(axes))
+        array = jnp.broadcast_to(array, (*site.layers, *shape))
+      each[name] = array.reshape(-1, *shape)
   return each, shared
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import math
 from typing import Any
 
@@ -119,7 +120,7 @@ def _found(
     raise ValueError(f'The model already has an adapter named {name!r}; detach it first.')
   _attach.check_name(name)
   found = []
-  for site in _sites.sites(model, norms=True):
+  for site in _sites.sites(model, norms=True, points=True):
     there = {a.name: a for a in getattr(site.layer, 'adapters', ())}
     held = {name: there[name] for name in weights if name in there}
     for attached in held.values():
@@ -209,7 +210,10 @@ def _install(
 ) -> None:
   """Attaches the new adapter in place, switched off."""
   fresh = {site.path: site for site in _sites.sites(model, norms=True)}
-  plans = [_plan.plan(fresh[site.path], adapter, name) for site, adapter, _ in filled]
+  plans = [
+    _plan.plan(dataclasses.replace(fresh[site.path], one=site.one), adapter, name)
+    for site, adapter, _ in filled
+  ]
   placed = {}
   for plan, (_, _, slots) in zip(plans, filled, strict=True):
     if set(slots) != set(plan.slots):
@@ -226,7 +230,7 @@ def _install(
 
 def _placed(plan: _plan.Plan, name: str, array: jax.Array) -> jax.Array:
   """[layers, *own] -> the slot's array, its layer axes where they belong, on its devices."""
-  stack, layers = plan.stacks[name], plan.site.layers
+  stack, layers = plan.stacks[name], plan.site.own_layers
   whole = array.reshape(*layers, *array.shape[1:])
   whole = jnp.moveaxis(whole, range(len(layers)), stack).astype(plan.slots[name].dtype)
   return jax.device_put(whole, plan.shardings[name])

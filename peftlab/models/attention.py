@@ -10,7 +10,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _kernel, _parts, _specs
+from peftlab import _kernel, _parts, _points, _specs
 from peftlab.models import rope
 from peftlab.models.config import DecoderConfig, LayerKind
 from peftlab.models.layers import Dense, RMSNorm, unit_rms
@@ -26,6 +26,9 @@ class Attention(nnx.Module):
     q, k, v: Dense embed -> heads, head_dim. With an output gate q has twice the head_dim: query,
       then gate. No v where values are the keys; neither k nor v where an earlier layer's are read.
     o: Dense heads, head_dim -> embed.
+    keys, values: the points where keys and values [batch, length, kv_heads, head_dim] may get
+      virtual ones before them, which every token sees and rope does not turn; None where layers
+      read the keys of others.
     q_norm, k_norm: RMSNorm over head_dim, or None.
     sinks: [q_heads], a logit per head that has no value, or None.
     rope_frequencies: [rotated / 2], this layer's own.
@@ -37,6 +40,9 @@ class Attention(nnx.Module):
     c, dtype = config, jnp.dtype(config.dtype)
     kind = c.kind(0) if kind is None else kind
     self._projections(c, kind, rngs)
+    own = not c.shared_keys
+    self.keys = _points.Point('k', role='prefix') if own else None
+    self.values = _points.Point('k' if self.v is None else 'v', role='prefix') if own else None
     norm: dict[str, Any] = dict(eps=c.norm_eps, unit_offset=c.norm_unit_offset, dtype=dtype)
     self.q_norm = RMSNorm(kind.head_dim, **norm) if c.qk_norm else None
     self.k_norm = RMSNorm(kind.head_dim, **norm) if c.qk_norm and not kind.reads_keys else None
@@ -78,9 +84,18 @@ class Attention(nnx.Module):
       k = self.k_norm(k)
     if self.config.value_norm:
       v = unit_rms(v, self.config.norm_eps)
-    k = _specs.constrain(self._rotated(k, positions), ('batch', 'length', 'kv_heads', 'head_dim'))
+    first, k, v = self._with_virtual(k, v)
+    count = 0 if first is None else first[0].shape[1]
+    places = positions + count if count else positions
+    k = _specs.constrain(self._rotated(k, places), ('batch', 'length', 'kv_heads', 'head_dim'))
     v = _specs.constrain(v, ('batch', 'length', 'kv_heads', 'head_dim'))
-    return self._extend(k, v, positions)
+    k, v, places = self._extend(k, v, positions)
+    if first is None:
+      return k, v, places
+    before = jnp.broadcast_to(jnp.arange(count), (places.shape[0], count))
+    places = jnp.concatenate([before, places + count], axis=1)
+    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(first, (k, v), strict=True))
+    return k, v, places
 
   def attend(
     self,
@@ -98,6 +113,8 @@ class Attention(nnx.Module):
       q, gate = jnp.split(q, 2, axis=-1)
     if self.q_norm is not None:
       q = self.q_norm(q)
+    if count := self._before(k, x):
+      positions = positions + count
     q = _specs.constrain(self._rotated(q, positions), ('batch', 'length', 'q_heads', 'head_dim'))
     window = None if self.window is None else self.window[...]
     mask = causal_mask(positions, k_positions, segment_ids, window)
@@ -109,6 +126,30 @@ class Attention(nnx.Module):
       y = y * jax.nn.sigmoid(gate)
     y = self.o(rearrange(y, 'b l h d -> (b l) h d'))
     return rearrange(y, '(b l) e -> b l e', b=x.shape[0])
+
+  def _with_virtual(
+    self, k: jax.Array, v: jax.Array
+  ) -> tuple[tuple[jax.Array, jax.Array] | None, jax.Array, jax.Array]:
+    """(virtual keys and values or None, k, v) as the points make them of k and v."""
+    if self.keys is None or self.values is None:
+      return None, k, v
+    more_k, more_v = self.keys(k), self.values(v)
+    count, other = _points.added(k, more_k), _points.added(v, more_v)
+    if count != other:
+      raise ValueError(
+        f'A layer has {count} virtual keys and {other} virtual values; expected equally many: an '
+        "adapter with rows of its own goes on both points, 'keys' and 'values'."
+      )
+    if not count:
+      return None, more_k, more_v
+    first = more_k[:, :count], more_v[:, :count]
+    return first, more_k[:, count:], more_v[:, count:]
+
+  def _before(self, k: jax.Array, x: jax.Array) -> int:
+    """How many virtual keys stand before those that x and a cache give."""
+    if self.keys is None:
+      return 0
+    return k.shape[1] - (x if self.cached_k is None else self.cached_k).shape[1]
 
   def _rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     c = self.config
@@ -174,6 +215,7 @@ def causal_mask(
     q_positions: [batch or 1, queries].
     k_positions: [batch or 1, keys].
     segment_ids: [batch, length] of queries and keys alike; a token sees its own segment only.
+      Where there are more queries or keys, those in front are virtual and seen by every segment.
     window: [] how many tokens back a query sees, its own included; 0 or None: all.
   """
   back = q_positions[:, :, None] - k_positions[:, None, :]
@@ -181,8 +223,17 @@ def causal_mask(
   if window is not None:
     mask &= (window == 0) | (back < window)
   if segment_ids is not None:
-    mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
+    mask &= _same_segment(segment_ids, mask.shape[1:])
   return mask
+
+
+def _same_segment(ids: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """bool [batch, queries, keys]; what stands before the tokens with ids is of every segment."""
+  same = ids[:, :, None] == ids[:, None, :]
+  queries, keys = (n - ids.shape[1] for n in shape)
+  if not queries and not keys:
+    return same
+  return jnp.pad(same, ((0, 0), (queries, 0), (keys, 0)), constant_values=True)
 
 
 def attend(

@@ -9,7 +9,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _parts, _specs, _stack, appliers
+from peftlab import _batch, _parts, _specs, _stack, appliers
 from peftlab.models import rope
 from peftlab.models.attention import Attention
 from peftlab.models.config import DecoderConfig, LayerKind
@@ -59,19 +59,28 @@ class Block(nnx.Module):
     self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
   ) -> jax.Array:
     """x [batch, length, embed] -> the same shape and dtype."""
-    return self.add(x, self.mixer(self.attn_norm(x), positions, segment_ids))
+    y = self.mixer(self.attn_norm(x), positions, segment_ids)
+    return self.add(x, y, segment_ids=segment_ids)
 
-  def add(self, x: jax.Array, y: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+  def add(
+    self,
+    x: jax.Array,
+    y: jax.Array,
+    tokens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+  ) -> jax.Array:
     """The stream x behind the block, from what the mixer gave.
 
     Args:
       x: [batch, length, embed] in front of the block.
       y: the mixer's output.
       tokens: [batch, length, layers, size], what `token_embed` chooses from.
+      segment_ids: [batch, length] int; 0 is padding, of which a router keeps no record.
     """
     x = x + (self.post_attn_norm(y) if self.post_attn_norm else y)
     x = _specs.constrain(x, ('batch', 'length', 'embed'))
-    y = self.mlp(self.mlp_norm(x) if self.mlp_norm else x)
+    counted = () if segment_ids is None or not self.kind.experts else (segment_ids != 0,)
+    y = self.mlp(self.mlp_norm(x) if self.mlp_norm else x, *counted)
     x = x + (self.post_mlp_norm(y) if self.post_mlp_norm else y)
     if self.token_embed is not None and tokens is not None:
       x = x + self.token_embed(x, tokens)
@@ -157,13 +166,24 @@ def run_block(block: Block, x: Any, *context: Any) -> Any:
   Args:
     block: one layer.
     x: [batch, length, embed]; or `Handed`, where keys are handed from layer to layer.
-    *context: positions, segment_ids and, where layers have embeddings of their own, those.
+    *context: positions, segment_ids; embeddings that layers have of their own, or None; what
+      adapters may ask about the batch, or None.
   """
-  positions, segment_ids, *rest = context
-  tokens = rest[0] if rest else None
+  positions, segment_ids, tokens, batch = (*context, None, None)[:4]
+  with _batch.offering(batch):
+    return _run_block(block, x, positions, segment_ids, tokens)
+
+
+def _run_block(
+  block: Block,
+  x: Any,
+  positions: jax.Array,
+  segment_ids: jax.Array | None,
+  tokens: jax.Array | None,
+) -> Any:
   if not isinstance(x, Handed):
     y = block.mixer(block.attn_norm(x), positions, segment_ids)
-    return block.add(x, y, tokens)
+    return block.add(x, y, tokens, segment_ids)
   seen, attn = block.attn_norm(x.x), block.attn
   assert isinstance(attn, Attention)
   name = 'local' if block.kind.local else 'full'
@@ -173,7 +193,7 @@ def run_block(block: Block, x: Any, *context: Any) -> Any:
     new: dict[str, Any] = {name: (k, v, places)}
     x = dataclasses.replace(x, **new)
   y = attn.attend(seen, positions, segment_ids, getattr(x, name))
-  return dataclasses.replace(x, x=block.add(x.x, y, tokens))
+  return dataclasses.replace(x, x=block.add(x.x, y, tokens, segment_ids))
 
 
 @jax.tree_util.register_dataclass

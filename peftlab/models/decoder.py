@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _parts, _registry, _specs, _stack, appliers
-from peftlab.models import block, groups
+from peftlab import _layer, _parts, _points, _registry, _specs, _stack, appliers
+from peftlab.models import attention, block, groups, inputs, virtual
 from peftlab.models.config import DecoderConfig
 from peftlab.models.layers import Dense, Embedding, RMSNorm
 from peftlab.models.mlp import norm_of
@@ -28,6 +28,10 @@ class Decoder(nnx.Module):
     norm: RMSNorm.
     head: Dense embed -> vocab, or None where the embedding is the head.
     token_embeds: TokenEmbeds, where layers have embeddings of their own, or None.
+    inputs: the point where virtual tokens are put before the embedded ones; None where layers have
+      embeddings of their own, for a virtual token has none.
+    text: tokens [batch, length] in the cache, where an adapter asks for them, or None.
+    virtual: how many virtual tokens stand in the cache before the text.
     config: its DecoderConfig.
     applier: runs each stack.
     cache: (batch, length) of its caches, or None.
@@ -47,7 +51,12 @@ class Decoder(nnx.Module):
       node[...] = value
     self.norm: RMSNorm = norm_of(config)
     self.head = None if config.tied else _head(config, rngs)
-    self.token_embeds = TokenEmbeds(config, rngs=rngs) if config.per_layer_embed else None
+    own = bool(config.per_layer_embed)
+    self.token_embeds = TokenEmbeds(config, rngs=rngs) if own else None
+    point = _points.Point('embed', role='inputs', factor=float(config.embed_scale))
+    self.inputs = None if own else point
+    self.text: nnx.Cache | None = nnx.data(None)
+    self.virtual = 0
     self.config = config
     self.applier = appliers.Scan() if applier is None else applier
     self.cache: tuple[int, int] | None = None
@@ -72,7 +81,8 @@ class Decoder(nnx.Module):
       [batch, length, vocab] float32.
 
     Raises:
-      ValueError: arguments of the wrong shape, or a cache without positions or with segments.
+      ValueError: arguments of the wrong shape, a cache without positions or with segments, or,
+        outside of a trace, a token or a position that the model does not have.
     """
     return self.logits(self.hidden(tokens, positions=positions, segment_ids=segment_ids))
 
@@ -87,17 +97,47 @@ class Decoder(nnx.Module):
     positions = self._positions(tokens, positions, segment_ids)
     x = self.embed(tokens)
     x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+    own = None if self.token_embeds is None else self.token_embeds(tokens, x)
+    x, places = self._with_virtual(x, positions, segment_ids)
     x = _specs.constrain(x, ('batch', 'length', 'embed'))
-    context: tuple = (positions, segment_ids)
-    if self.token_embeds is not None:
-      context = (*context, self.token_embeds(tokens, x))
+    count = x.shape[1] - tokens.shape[1]
+    batch = self._batch(tokens, positions, segment_ids, count)
+    x = self._run_layers(x, (places, segment_ids, own, batch))
+    return self.norm(x[:, count:] if count else x)
+
+  def _with_virtual(
+    self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array]:
+    """Embedded tokens and positions with those of virtual tokens, which a cache holds already."""
+    if self.cache is not None:
+      return x, virtual.behind(positions, self.virtual) if self.virtual else positions
+    y = x if self.inputs is None else self.inputs(x)
+    count = _points.added(x, y)
+    virtual.check_segments(self.config, count, segment_ids)
+    return y, virtual.with_virtual(positions, count) if count else positions
+
+  def _batch(
+    self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, count: int
+  ) -> virtual.Batch | None:
+    """What the adapters may ask about the batch; None where none of them asks."""
+    if not _layer.reads_batch(self):
+      return None
+    cached = None
+    if self.cache is not None:
+      if self.text is None:
+        raise ValueError('The cache was made before an adapter that asks for the tokens was on.')
+      attention.extend(self.text, tokens, positions, axes=('batch', 'length'))
+      cached = self.text[...], positions
+    return virtual.batch_of(tokens, count=count, segment_ids=segment_ids, cached=cached)
+
+  def _run_layers(self, x: jax.Array, context: tuple) -> jax.Array:
+    """x behind all layers."""
     if isinstance(self.layers, nnx.List):
-      x = self._run_groups(x, context)
-    else:
-      x, layers = self.applier.run(self.layers, x, block.run_block, *context)
-      if layers is not self.layers:  # a layer made or replaced a Variable
-        self.layers = layers
-    return self.norm(x)
+      return self._run_groups(x, context)
+    x, layers = self.applier.run(self.layers, x, block.run_block, *context)
+    if layers is not self.layers:  # a layer made or replaced a Variable
+      self.layers = layers
+    return x
 
   def _run_groups(self, x: jax.Array, context: tuple) -> jax.Array:
     """x behind every group of layers; the groups are as their layers left them."""
@@ -111,7 +151,9 @@ class Decoder(nnx.Module):
 
   def _handed(self, x: jax.Array, positions: jax.Array) -> block.Handed:
     """A carry with room for the keys and values of the last layer of each type."""
-    batch, length = self.cache or x.shape[:2]
+    batch, length = x.shape[:2]
+    if self.cache is not None:
+      length = self.virtual + self.cache[1]
     places = positions if self.cache is None else jnp.arange(length)[None, :]
     places = jnp.broadcast_to(places, (batch, length))  # so that rows can be told apart
     c, banks = self.config, {}
@@ -161,13 +203,33 @@ class Decoder(nnx.Module):
         f'1 and the length between 1 and max_length ({c.max_length}).'
       )
     model: Any = _parts.merge(_parts.split(self))
+    model.applier = self.applier.for_batch(batch)
+    empty = jnp.zeros((batch, 0, c.embed), self.embed.table.dtype)
+    first = empty if self.inputs is None else model.inputs(empty)
+    model.virtual = first.shape[1]
     for path, blocks in block.blocks_in(model.layers):
       lead, order = groups.layers_at(path, c).shape, _stack.order_at(model, path)
       lead = lead if order is None else (len(order), *lead[1:])
-      blocks.mixer.init_cache(lead, batch, length)
+      blocks.mixer.init_cache(lead, batch, model.virtual + length)
+    if _layer.reads_batch(model):
+      none = jnp.full((batch, length), -1, jnp.int32)
+      model.text = nnx.data(nnx.Cache(none, axes=('batch', 'length')))
     model.cache = (batch, length)
-    model.applier = self.applier.for_batch(batch)
+    if model.virtual:
+      model._fill(first)
     return model
+
+  def _fill(self, first: jax.Array) -> None:
+    """Puts the keys and values of virtual tokens [batch, count, embed] into the empty caches.
+
+    They stand before every text, and see nothing of it.
+    """
+    places = jnp.arange(self.virtual, dtype=jnp.int32)[None, :]
+    batch = None
+    if self.text is not None:
+      nowhere = jnp.full(first.shape[:2], virtual.NOWHERE, jnp.int32)
+      batch = virtual.Batch(self.text[...], nowhere)
+    self._run_layers(first, (places, None, None, batch))
 
   @property
   def stacks(self) -> list[nnx.Module]:
@@ -246,11 +308,10 @@ class Decoder(nnx.Module):
       raise ValueError(f'segment_ids have shape {segment_ids.shape}; expected {tokens.shape}.')
     if self.cache is not None:
       _check_cached(self.cache, tokens, positions, segment_ids)
-    if positions is None:
-      return jnp.arange(length, dtype=jnp.int32)[None, :]
-    if positions.shape not in ((batch, length), (1, length)):
+    if positions is not None and positions.shape not in ((batch, length), (1, length)):
       raise ValueError(f'positions have shape {positions.shape}; expected {tokens.shape}.')
-    return positions
+    inputs.check(self.config, tokens, positions, cache=self.cache)
+    return jnp.arange(length, dtype=jnp.int32)[None, :] if positions is None else positions
 
 
 def _check_cached(

@@ -130,7 +130,8 @@ class Embedding(nnx.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Tokens [...] int -> [..., embed]; NaN for a token outside the vocabulary."""
-    return jnp.take(self.table[...], tokens, axis=0, mode='fill')
+    read = self.table[...].at[tokens]
+    return read.get(mode='fill', fill_value=jnp.nan, wrap_negative_indices=False)
 
   def attend(self, x: jax.Array) -> jax.Array:
     """x [..., embed] -> logits [..., vocab]: x table^T."""

@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _registry, _specs
+from peftlab import _padded, _processes, _registry, _specs
 from peftlab._sites import Patterns
 from peftlab.appliers.applier import Applier
 from peftlab.formats import files, packages
@@ -77,11 +77,11 @@ def load_model(
   quant_where: Patterns = 'all-linear',
   quant_exclude: Patterns = (),
   saved: str | os.PathLike[str] | None = None,
+  indivisible: str = 'drop',
 ) -> decoder.Decoder:
   """A decoder with pretrained weights: `model(tokens [batch, length]) -> logits`.
 
-  The weights are streamed, layer by layer, into the stacked arrays where they will lie; beside them
-  no more than one tensor is in memory.
+  The weights are streamed into the arrays where they will lie, one tensor at a time beside them.
 
   Args:
     source: a GGUF file, a folder with config.json and safetensors, or 'package:NAME' with a NAME of
@@ -94,16 +94,18 @@ def load_model(
     quant: how weights are held: a quantizer or its name ('nf4'), 'file' (as they are in a GGUF
       file), None: in `dtype`. Each tensor is quantized as it is read.
     tile: inputs that share a scale, 'auto', or None; see `peftlab.quantize`.
-    quant_where: patterns of the layers that are quantized; embeddings and heads only by name.
+    quant_where: patterns of layers that are quantized; embeddings and heads only by name.
     quant_exclude: patterns of layers that are not.
     saved: a folder for the quantized base: where it is there it is read, bit by bit, and nothing is
       quantized; else it is written there.
+    indivisible: where a mesh axis does not divide a dimension of a weight: 'drop' does not use the
+      axis there, 'pad' stores the dimension longer in memory (never on disk), 'error' refuses.
 
   Raises:
-    ValueError: the source, the applier, the dtype or the quantizer is not known; the config has a
-      field that is not supported; a tensor is missing, one too many, or of another shape; a tile
-      does not divide.
+    ValueError: a source, applier, dtype or quantizer that is not known; a field of the config that
+      is not supported; a tensor missing, too many, of another shape; a tile that does not divide.
   """
+  _padded.check_indivisible(indivisible)
   if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
     raise ValueError(f'mesh is {mesh!r:.60}; expected a jax.sharding.Mesh or None.')
   model, chosen, tensors = _outline(source, applier, dtype, remat)
@@ -111,15 +113,14 @@ def load_model(
   if saved and request is None:
     raise ValueError(f'saved is {os.fspath(saved)!r}, but no quantizer is given (quant=).')
   origin = '' if request is None else f'{os.fspath(source)} {request} {model.config.dtype}'
-  if saved and bases.is_saved(saved):
-    restored = bases.load(model, saved, mesh=mesh, rules=rules, source=origin)
-    with _specs.use_rules(rules):
-      restored.lay_out(mesh, donate=True)
-    return restored
-  where = str(source_path(source))
-  loaded = _read(model, chosen, tensors, where=where, mesh=mesh, rules=rules, quant=request)
-  if saved:
-    bases.save(loaded, saved, source=origin)
+  options: dict[str, Any] = {'mesh': mesh, 'rules': rules, 'indivisible': indivisible}
+  if saved and _processes.by_first(lambda: bases.is_saved(saved)):
+    loaded = bases.load(model, saved, source=origin, **options)
+  else:
+    where = str(source_path(source))
+    loaded = _read(model, chosen, tensors, where=where, quant=request, **options)
+    if saved:
+      bases.save(loaded, saved, source=origin)
   with _specs.use_rules(rules):
     loaded.lay_out(mesh, donate=True)
   return loaded

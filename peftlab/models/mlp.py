@@ -119,16 +119,20 @@ class ExpertMLP(nnx.Module):
     self.shared_gate = Dense(*gate, dtype=dtype, rngs=rngs, role='router') if gated else None
     self.options = options
 
-  def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+  def __call__(
+    self, x: jax.Array, counted: jax.Array | None = None, *, routed_by: jax.Array | None = None
+  ) -> jax.Array:
     """x [batch, length, embed] -> the same shape.
 
     Args:
       x: what the experts see.
+      counted: [batch, length] bool, the tokens of which the router keeps its record; None: all.
       routed_by: what the router sees; None: the same.
     """
     flat = rearrange(x, 'b l e -> (b l) e')
     seen = flat if routed_by is None else rearrange(routed_by, 'b l e -> (b l) e')
-    weights, chosen = self.router(seen)
+    counted = None if counted is None else counted.reshape(-1)
+    weights, chosen = self.router(seen, counted)
     o = self.options
     y = by_expert(self.experts, flat, weights, chosen, count=o.count, method=o.method)
     y = rearrange(y, '(b l) e -> b l e', b=x.shape[0])
@@ -150,7 +154,8 @@ class MLPBesideExperts(nnx.Module):
     self.dense = GatedMLP(config, rngs=rngs)
     self.sparse = ExpertMLP(config, options, rngs=rngs)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """x [batch, length, embed], the residual stream -> the same shape."""
+  def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> jax.Array:
+    """x [batch, length, embed], the residual stream -> the same shape; see `ExpertMLP`."""
     dense = self.post_dense_norm(self.dense(self.dense_norm(x)))
-    return dense + self.post_experts_norm(self.sparse(self.experts_norm(x), routed_by=x))
+    sparse = self.sparse(self.experts_norm(x), counted, routed_by=x)
+    return dense + self.post_experts_norm(sparse)

@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from peftlab import _parts
 from peftlab.models.layers import Dense, unit_rms
@@ -15,7 +16,10 @@ from peftlab.models.options import Experts
 
 
 class RoutingRecord(nnx.Variable):
-  """What a router did in its last call: [experts] float32, a mean over tokens."""
+  """What a router did since `forget`: [experts] float32, a mean over tokens; or [], how many."""
+
+
+RECORDS = ('choices', 'probabilities', 'tokens')
 
 
 class Router(nnx.Module):
@@ -26,7 +30,8 @@ class Router(nnx.Module):
     correction: [experts] float32, added to the scores for the choice alone, or None. It is
       balanced outside of training by gradients (https://arxiv.org/abs/2408.15664).
     scale: [embed] and expert_scale [experts], of a router beside a dense MLP; else None.
-    choices, probabilities: RoutingRecord [experts] where `record_routing` asked for them.
+    choices, probabilities, tokens: RoutingRecord [experts], [experts] and [], where
+      `record_routing` asked for them.
   """
 
   def __init__(self, embed: int, options: Experts, *, eps: float, dtype: Any, rngs: nnx.Rngs):
@@ -46,24 +51,43 @@ class Router(nnx.Module):
     self.expert_scale = nnx.Param(ones(o.count), axes=('experts',)) if ones else None
     self.choices: RoutingRecord | None = nnx.data(None)
     self.probabilities: RoutingRecord | None = nnx.data(None)
+    self.tokens: RoutingRecord | None = nnx.data(None)
     self.options = options
     self.eps = eps
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [tokens, embed] -> (weights [tokens, chosen] float32, experts [tokens, chosen] int32)."""
+  def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """x [tokens, embed] -> (weights [tokens, chosen] float32, experts [tokens, chosen] int32).
+
+    Args:
+      x: the tokens.
+      counted: [tokens] bool, which of them a record is of; None: all.
+    """
     if self.scale is not None:
       scale = self.scale[...] * jnp.asarray(x.shape[-1] ** -0.5, self.scale.dtype)
       x = unit_rms(x, self.eps) * scale.astype(x.dtype)[None, :]
     logits = self.proj(x).astype(jnp.float32)
     correction = None if self.correction is None else self.correction[...]
     weights, chosen = route(logits, self.options, correction=correction)
-    if self.choices is not None and self.probabilities is not None:
-      hits = jax.nn.one_hot(chosen, self.options.count, dtype=jnp.float32)
-      self.choices[...] = jnp.mean(jnp.sum(hits, axis=1), axis=0)
-      self.probabilities[...] = jnp.mean(jax.nn.softmax(logits, axis=-1), axis=0)
+    self._record(logits, chosen, counted)
     if self.expert_scale is not None:
       weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
     return weights, chosen
+
+  def _record(self, logits: jax.Array, chosen: jax.Array, counted: jax.Array | None) -> None:
+    """Adds the tokens that count to the means, so that microbatches give what their batch gives."""
+    if self.choices is None or self.probabilities is None or self.tokens is None:
+      return
+    counted = jnp.ones(logits.shape[:1], bool) if counted is None else counted
+    share = counted.astype(jnp.float32)
+    before = self.tokens[...]
+    after = before + jnp.sum(share)
+    share = share / jnp.maximum(after, 1.0)
+    kept = before / jnp.maximum(after, 1.0)
+    hits = jnp.sum(jax.nn.one_hot(chosen, self.options.count, dtype=jnp.float32), axis=1)
+    chances = jax.nn.softmax(logits, axis=-1)
+    for record, found in ((self.choices, hits), (self.probabilities, chances)):
+      record[...] = record[...] * kept + jnp.sum(found * share[:, None], axis=0)
+    self.tokens[...] = after
 
 
 def route(
@@ -149,14 +173,35 @@ def record_routing(model: nnx.Module) -> nnx.Module:
     lead = router.proj.kernel.shape[:-2]
     stack: dict[str, Any] = {'stack': tuple(range(len(lead)))} if lead else {}
     axes = ('layers',) * len(lead) + ('experts',)
-    for name in ('choices', 'probabilities'):
-      zeros = jnp.zeros((*lead, router.options.count), jnp.float32)
-      setattr(router, name, RoutingRecord(zeros, axes=axes, **stack))
+    for name in RECORDS:
+      own = () if name == 'tokens' else (router.options.count,)
+      zeros = _zeros((*lead, *own), router.proj.kernel)
+      setattr(router, name, RoutingRecord(zeros, axes=axes[: zeros.ndim], **stack))
   return model
 
 
-def load_balancing_loss(model: nnx.Module) -> jax.Array:
-  """How unevenly the routers of a model spread the tokens of their last call.
+def _zeros(shape: tuple[int, ...], kernel: nnx.Variable) -> Any:
+  """An array of zeros; a shape beside a kernel that is one."""
+  held = jax.tree.leaves(kernel.get_raw_value())[0]
+  if not isinstance(held, jax.ShapeDtypeStruct):
+    return jnp.zeros(shape, jnp.float32)
+  where = held.sharding
+  if isinstance(where, NamedSharding):
+    where = NamedSharding(where.mesh, PartitionSpec())
+  return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+
+def forget(parts: _parts.Parts) -> _parts.Parts:
+  """The parts of a model of `record_routing` with empty records."""
+  model = _parts.merge(parts)
+  for router in _routers(model):
+    for record in _records(router):
+      record[...] = jnp.zeros_like(record[...])
+  return parts.replace(state=_parts.split(model).state)
+
+
+def load_balancing_loss(model: nnx.Module, since: nnx.Module | None = None) -> jax.Array:
+  """How unevenly the routers of a model spread the tokens of which they keep a record.
 
   experts * sum over experts of (choices per token) * (mean probability), both means over the tokens
   of all layers together: Switch Transformers (https://arxiv.org/abs/2101.03961, eq. 4) as
@@ -165,20 +210,36 @@ def load_balancing_loss(model: nnx.Module) -> jax.Array:
 
   Args:
     model: of `record_routing`, after a call.
+    since: the model before the call, where only the tokens of that one are to count.
 
   Raises:
     ValueError: the model keeps no record.
   """
-  routers = _routers(model)
-  count = routers[0].options.count
-  choices, probabilities = [], []
-  for router in routers:
-    if router.choices is None or router.probabilities is None:
-      raise ValueError('The model keeps no record of its routing; see record_routing.')
-    choices.append(router.choices[...].reshape(-1, count))
-    probabilities.append(router.probabilities[...].reshape(-1, count))
-  picked, mean = (jnp.mean(jnp.concatenate(rows), axis=0) for rows in (choices, probabilities))
+  count = _routers(model)[0].options.count
+  sums = _sums(model)
+  if since is not None:
+    sums = [new - old for new, old in zip(sums, _sums(since), strict=True)]
+  choices, chances, tokens = sums
+  picked, mean = (a / jnp.maximum(tokens, 1.0) for a in (choices, chances))
   return count * jnp.sum(jax.lax.stop_gradient(picked) * mean)
+
+
+def _sums(model: nnx.Module) -> list[jax.Array]:
+  """The records of all routers, over the tokens of all layers: [experts], [experts] and []."""
+  found = []
+  for router in _routers(model):
+    choices, chances, tokens = (record[...] for record in _records(router))
+    weight = tokens.reshape(-1, 1)
+    both = (jnp.sum(a.reshape(-1, a.shape[-1]) * weight, axis=0) for a in (choices, chances))
+    found.append((*both, jnp.sum(tokens)))
+  return [sum(each[1:], each[0]) for each in zip(*found, strict=True)]
+
+
+def _records(router: Router) -> list[RoutingRecord]:
+  records = [getattr(router, name) for name in RECORDS]
+  if any(record is None for record in records):
+    raise ValueError('The model keeps no record of its routing; see record_routing.')
+  return records
 
 
 def _routers(model: nnx.Module) -> list[Router]:

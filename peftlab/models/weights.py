@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _packed, _parts, _registry, _specs
+from peftlab import _padded, _parts, _processes, _registry, _specs
 from peftlab.models import groups
 from peftlab.models.config import DecoderConfig
 from peftlab.models.experts import ExpertDense
 from peftlab.models.families import WeightMap
 from peftlab.models.layers import Dense
-from peftlab.quant import streaming
+from peftlab.quant import quantized, streaming
 
 Path = tuple[str | int, ...]
 
@@ -51,7 +51,7 @@ class Target:
     turn: a tensor -> an array of `shape`.
     unturn: the inverse.
     change: of a tensor as it lies in the file, or of its blocks, rows first.
-    packed: of a quantized weight its shapes, else None.
+    held: its value as shapes, quantized or padded where it is.
   """
 
   path: Path
@@ -63,7 +63,7 @@ class Target:
   turn: Callable[[np.ndarray], np.ndarray]
   unturn: Callable[[np.ndarray], np.ndarray]
   change: Callable[[np.ndarray], np.ndarray]
-  packed: Any = None
+  held: Any
 
 
 def plan(
@@ -100,7 +100,7 @@ def plan(
         ),
         unturn=functools.partial(_unturn, file_shape=file_shape, swap=swap),
         change=functools.partial(_change, name=name, weights=weights, config=config),
-        packed=value if isinstance(value, _packed.Packed) else None,
+        held=value,
       )
     )
   return sorted(targets, key=lambda t: -math.prod(t.shape))
@@ -226,8 +226,8 @@ def fill(
   arrays: dict[Path, Any] = {}
   for target in targets:
     sharding = None if mesh is None else shardings[target.path]
-    if target.packed is not None:
-      arrays[target.path] = streaming.fill(target.packed, _layers(target, tensors), sharding)
+    if isinstance(target.held, quantized.Quantized):
+      arrays[target.path] = streaming.fill(target.held, _layers(target, tensors), sharding)
       continue
     fill_one = _fill_stack if target.lead else _fill_single
     arrays[target.path] = fill_one(target, tensors, sharding)
@@ -236,7 +236,7 @@ def fill(
 
 def _layers(target: Target, tensors: Any) -> Iterator[tuple[tuple[int, ...], np.ndarray, bool]]:
   """(place in the stack, tensor, whether it is GGUF blocks of the weight's own type) each."""
-  kind = target.packed.form.quantizer.gguf_kind
+  kind = target.held.form.quantizer.gguf_kind
   for index, name in target.names.items():
     if kind is not None and getattr(tensors.tensors[name], 'kind', None) == kind:
       yield index, target.change(tensors.blocks(name)), True
@@ -254,25 +254,27 @@ def kinds(targets: list[Target], tensors: Tensors) -> dict[Path, set[str]]:
 
 def _fill_single(target: Target, tensors: Tensors, sharding: Any) -> jax.Array:
   # A copy: the reader's array may be a view of the file, and the device may keep this one.
-  return _put(np.array(target.turn(tensors[target.names[()]]), target.dtype), sharding)
+  return _put(np.array(target.turn(tensors[target.names[()]]), target.dtype), target, sharding)
 
 
-def _fill_stack(target: Target, tensors: Tensors, sharding: Any) -> jax.Array:
+def _fill_stack(target: Target, tensors: Tensors, sharding: Any) -> Any:
   if math.prod((*target.lead, *target.shape)) <= _SMALL:  # not worth a program of its own
     small = np.empty((*target.lead, *target.shape), target.dtype)
     for index, name in target.names.items():
       small[index] = target.turn(tensors[name])
-    return _put(small, sharding)
-  stack = jnp.zeros((*target.lead, *target.shape), target.dtype, device=sharding)
-  layer_sharding = None
-  if sharding is not None:
-    spec = jax.sharding.PartitionSpec(*sharding.spec[len(target.lead) :])
-    layer_sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    return _put(small, target, sharding)
+  (shape,), (where,) = jax.tree.leaves(target.held), jax.tree.leaves(sharding) or (None,)
+  stack = jnp.zeros(shape.shape, target.dtype, device=where)
+  lead, layer_sharding = len(target.lead), None
+  if where is not None:
+    spec = jax.sharding.PartitionSpec(*where.spec[lead:])
+    layer_sharding = jax.sharding.NamedSharding(where.mesh, spec)
   for index, name in target.names.items():
-    layer = _put(np.asarray(target.turn(tensors[name]), target.dtype), layer_sharding)
-    stack = _set_layer(sharding)(stack, layer, np.asarray(index, np.int32))
+    turned = np.asarray(target.turn(tensors[name]), target.dtype)
+    layer = _whole(_padded.widened(turned, shape.shape[lead:]), layer_sharding)
+    stack = _set_layer(where)(stack, layer, np.asarray(index, np.int32))
     stack.block_until_ready()  # else tensors pile up, waiting
-  return stack
+  return jax.tree.map(lambda _: stack, target.held)
 
 
 @functools.cache
@@ -287,7 +289,14 @@ def _set_layer(sharding: Any) -> Callable[[jax.Array, jax.Array, Any], jax.Array
   return jax.jit(set_layer, donate_argnums=0, out_shardings=sharding)
 
 
-def _put(array: np.ndarray, sharding: Any) -> jax.Array:
+def _put(array: np.ndarray, target: Target, sharding: Any) -> Any:
+  """A numpy array as a target holds it, padded where that is."""
+  (shape,), (where,) = jax.tree.leaves(target.held), jax.tree.leaves(sharding) or (None,)
+  placed = _whole(_padded.widened(array, shape.shape), where)
+  return jax.tree.map(lambda _: placed, target.held)
+
+
+def _whole(array: np.ndarray, sharding: Any) -> jax.Array:
   """A numpy array on the default device or, each device its own part, on a mesh."""
   if sharding is None:
     return jax.device_put(array)
@@ -305,24 +314,33 @@ def load_weights[Model: nnx.Module](
   mesh: jax.sharding.Mesh | None = None,
   rules: _specs.Rules | None = None,
   quant: streaming.Request | None = None,
+  indivisible: str = 'drop',
 ) -> Model:
   """An abstract model -> the model with its weights from a file and its constants.
 
-  With `quant` the weights that it names are quantized as they are read.
+  With `quant` the weights that it names are quantized as they are read; `indivisible` says what is
+  done where a mesh axis does not divide an array.
 
   Raises:
-    ValueError: a tensor is missing, one too many, or of another shape; nothing was read then.
+    ValueError: a tensor is missing, one too many, or of another shape, or an axis does not divide
+      and that is an error; nothing was read then.
   """
   targets = checked(model, tensors, weights=weights, config=config, given=constants, where=where)
+  if mesh is not None and _padded.check_indivisible(indivisible) == 'pad':
+    model = cast(Model, _padded.outline(model, mesh, rules))
+    targets = plan(model, weights, config, given=constants)
   if quant is not None:
     of = kinds(targets, tensors)
     options: dict[str, Any] = {'kinds': lambda path: of.get(path, set()), 'mesh': mesh}
-    model = cast(Model, streaming.outline(model, quant, rules=rules, **options))
+    options |= {'rules': rules, 'indivisible': indivisible}
+    model = cast(Model, streaming.outline(model, quant, **options))
     targets = plan(model, weights, config, given=constants)
-  shardings = {} if mesh is None else _specs.shardings(model, mesh, rules)[0]
+  shardings, dropped = ({}, []) if mesh is None else _specs.shardings(model, mesh, rules)
+  if indivisible == 'error':
+    _padded.refuse(dropped)
   arrays = fill(targets, tensors, mesh=mesh, shardings=shardings)
   for path, value in constants.items():
-    arrays[path] = value if mesh is None else jax.device_put(value, shardings[path])
+    arrays[path] = value if mesh is None else _processes.put(value, shardings[path])
   parts = _parts.split(model)
   assert arrays.keys() == _parts.flat(parts.base).keys()
   loaded: Any = _parts.merge(parts.replace(base=_parts.nest(arrays)))

@@ -7,13 +7,13 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _parts, _registry, _stack
+from peftlab import _packed, _parts, _registry, _stack, quant
 from peftlab.formats.hf_views import PlainView
 from peftlab.formats.hf_weights import HfWeights
 from peftlab.formats.safetensors_file import write_safetensors
@@ -40,6 +40,7 @@ def write_model(
   source: str | os.PathLike[str],
   dtype: str | None = None,
   shard_bytes: int = SHARD_BYTES,
+  dequantize: bool = False,
 ) -> pathlib.Path:
   """Writes a model under the names of its family, so that transformers can read it.
 
@@ -55,21 +56,34 @@ def write_model(
     dtype: of the weights; None: that of the source's.
     shard_bytes: a file holds no more tensors than that, but at least one; where one is not enough
       there are several and an index.
+    dequantize: whether weights that are quantized here are written as the numbers that their codes
+      stand for; else they are refused.
 
   Returns:
     The folder.
 
   Raises:
-    ValueError: the model has adapters or no HF form, the source is of another config, the folder is
-      not empty.
+    ValueError: the model has adapters, quantized weights or no HF form, the source is of another
+      config, the folder is not empty.
   """
   if any(isinstance(v, nnx.LoRAParam) for v in _parts.variables(model).values()):
     raise ValueError('The model has adapters; merge them into its weights or detach them first.')
+  packed = [p for p, v in _parts.variables(model).items() if _is_packed(v)]
+  if packed and not dequantize:
+    names = ', '.join(_parts.path_name(path[:-1]) for path in packed[:3])
+    more = f' and {len(packed) - 3} more' if len(packed) > 3 else ''
+    raise ValueError(
+      f'The model has quantized weights ({names}{more}), and a Hugging Face folder holds numbers; '
+      'expected write_model(..., dequantize=True), or the command `peftlab export`, which merges '
+      'into the base as it was.'
+    )
   if dtype is not None:
     check_choice('dtype', dtype, DTYPES)
   if shard_bytes < 1:
     raise ValueError(f'shard_bytes is {shard_bytes}; it must be at least 1.')
   folder = _new_folder(folder)
+  if packed:
+    model = cast(decoder.Decoder, quant.dequantize(model))
   tensors = _Tensors(model, HfWeights(source), dtype)
   _write_config(model, tensors, folder / 'config.json')
   _write_shards(tensors, folder, shard_bytes)
@@ -77,6 +91,10 @@ def write_model(
     for path in pathlib.Path(source).glob(pattern):
       shutil.copyfile(path, folder / path.name)
   return folder
+
+
+def _is_packed(variable: nnx.Variable) -> bool:
+  return isinstance(variable.get_raw_value(), _packed.Packed)
 
 
 def _new_folder(folder: str | os.PathLike[str]) -> pathlib.Path:

@@ -40,7 +40,7 @@ def outline(base: BaseConfig) -> decoder.Decoder:
   return load.outline(base.source, applier=applier, dtype=base.dtype)
 
 
-def quantized(model: nnx.Module, base: BaseConfig) -> nnx.Module:
+def quantized(model: nnx.Module, base: BaseConfig, *, indivisible: str = 'drop') -> nnx.Module:
   """Shapes that are on their place, with the weights held as the base says, as a run loads them.
 
   A tile of 'auto' depends on the mesh: so they are placed first, and quantized then.
@@ -51,6 +51,7 @@ def quantized(model: nnx.Module, base: BaseConfig) -> nnx.Module:
   if base.quant in ('', FILE):
     return model
   options: dict[str, Any] = {'where': base.quant_where, 'exclude': base.quant_exclude}
+  options['indivisible'] = indivisible
   return quant.quantize(model, base.quant, tile=base.tile or None, **options)[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from peftlab import _parts, _specs
+from peftlab import _padded, _parts, _specs
 from peftlab.plan import base as plan_base
 from peftlab.plan import costs as plan_costs
 from peftlab.plan import estimate, hlo, program, topology
@@ -128,10 +128,15 @@ def base_shapes(
 ) -> tuple[Any, list[_specs.Dropped]]:
   """The base as shapes on its place, in the order of its applier, and what was dropped."""
   place = device if mesh is None else mesh
-  model, dropped = plan_shapes.placed(plan_base.outline(experiment.base), place)
-  quantized = plan_base.quantized(model, experiment.base)
+  whole, indivisible = plan_base.outline(experiment.base), experiment.mesh.indivisible
+  if mesh is not None and indivisible == 'pad':
+    whole = _padded.outline(whole, mesh)
+  model, dropped = plan_shapes.placed(whole, place)
+  quantized = plan_base.quantized(model, experiment.base, indivisible=indivisible)
   if quantized is not model:
     model, dropped = plan_shapes.placed(quantized, place)
+  if indivisible == 'error':
+    _padded.refuse(dropped)
   decoder: Any = model
   decoder.lay_out(mesh)
   return decoder, dropped

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from peftlab import _attach, _parts, _report, _specs
+from peftlab import _attach, _padded, _parts, _report, _specs
+from peftlab.models import routing
 from peftlab.train.config import Experiment
-from peftlab.train.opt_state import OptState, StepOptions, optimizer, partition
+from peftlab.train.opt_state import OptState, StepOptions, optimizer, partition, stored_as
 
 Tree = Any
 Place = jax.sharding.Mesh | jax.Device
@@ -98,12 +99,13 @@ def shapes(
     warnings.simplefilter('ignore')  # a run says them when it attaches
     model, report = _attach.attach(
       base,
-      experiment.adapter if adapter is None else adapter,
-      where=experiment.where,
-      exclude=experiment.exclude,
+      experiment.spread(adapter),
+      **experiment.targets,
+      indivisible=experiment.mesh.indivisible,
       rngs=experiment.seed,
       name=experiment.name,
     )
+  model = routing.record_routing(model) if experiment.train.load_balancing else model
   model.train()
   parts, options = _parts.split(model), StepOptions.of(experiment.train)
   mesh = place if isinstance(place, jax.sharding.Mesh) else None
@@ -148,9 +150,10 @@ def state_shapes(parts: _parts.Parts, options: StepOptions) -> OptState:
     same = [a for p, a in trained.items() if keys[-len(p) :] == p and a.shape == leaf.shape]
     return _with(leaf, same[0].sharding if same and leaf.ndim else beside)
 
-  made = jax.eval_shape(optimizer(options, 1.0, 0.0).init, _parts.nest(trained))
+  tree = _parts.nest(trained)
+  made = jax.eval_shape(optimizer(options, 1.0, 0.0).init, _padded.cut_tree(tree))
   return OptState(
-    inner=jax.tree_util.tree_map_with_path(moment, made),
+    inner=stored_as(jax.tree_util.tree_map_with_path(moment, made), tree),
     state=parts.state,
     step=number(jnp.int32),
     skipped=number(jnp.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 from typing import Any, ClassVar
 
@@ -50,6 +51,31 @@ def select(codes: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
   return level[0]
 
 
+def gather(codes: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
+  """`select` by reading the table: what a CPU does faster.
+
+  XLA moves the 16 constants of `select` out of a loop over layers as 16 arrays of the size of the
+  kernel, which each decoding then reads; a table moved out is still 16 numbers.
+  """
+  return jnp.asarray(table, dtype).at[codes].get(mode='promise_in_bounds')
+
+
+def look_up(codes: jax.Array, table: Sequence[float], dtype: Any, *, in_bytes: bool) -> jax.Array:
+  """table[codes], in the way that was measured to be fast where codes are held so.
+
+  Args:
+    codes: 0..15, int32.
+    table: 16 numbers.
+    dtype: of the result.
+    in_bytes: two codes to a byte, as a CPU holds them.
+  """
+  tree = functools.partial(select, table=table, dtype=dtype)
+  if not in_bytes:
+    return tree(codes)
+  read = functools.partial(gather, table=table, dtype=dtype)
+  return jax.lax.platform_dependent(codes, cpu=read, default=tree)
+
+
 @quantizer.register('nf4')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalFloat4(nibbles.Nibbles):
@@ -86,10 +112,8 @@ class NormalFloat4(nibbles.Nibbles):
 
   def decode(self, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
     """See `Quantizer.decode`."""
-    return (
-      select(self.unsigned(arrays['codes']), NORMAL_FLOAT, dtype)
-      * arrays['scales'].astype(dtype)[:, None]
-    )
+    values = look_up(self.unsigned(arrays['codes']), NORMAL_FLOAT, dtype, in_bytes=self.apart)
+    return values * arrays['scales'].astype(dtype)[:, None]
 
   def compress(self, arrays: quantizer.Arrays) -> quantizer.Arrays:
     """See `Quantizer.compress`."""
@@ -157,7 +181,8 @@ class MicroFloat4(nibbles.Nibbles):
     """See `Quantizer.decode`."""
     table = (*E2M1, *(-value for value in E2M1))
     power = jnp.exp2(arrays['exponents'].astype(jnp.float32) - 127).astype(dtype)
-    return select(self.unsigned(arrays['codes']), table, dtype) * power[:, None]
+    codes = self.unsigned(arrays['codes'])
+    return look_up(codes, table, dtype, in_bytes=self.apart) * power[:, None]
 
   def bits(self, inputs: int, out: tuple[int, ...]) -> float:
     """See `Quantizer.bits`."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from peftlab import _packed, _parts, _sites, _specs, _stack
+from peftlab import _packed, _padded, _parts, _sites, _specs, _stack
 from peftlab.quant import encoding, layer, quantized, quantizer, report, tiles
 
 
@@ -26,6 +26,7 @@ class Plan:
     asked: the tile asked for.
     entries: of the weight's spec, stack axes first; None where it is on no mesh.
     mesh: the mesh, or None.
+    indivisible: what is done where a mesh axis does not divide an array, see `quantize`.
   """
 
   site: _sites.Site
@@ -33,6 +34,17 @@ class Plan:
   asked: int
   entries: tuple | None
   mesh: Any
+  indivisible: str = 'drop'
+
+  def arrays(self) -> tuple[Mapping[str, Any] | None, list[_specs.Dropped]]:
+    """Where the arrays go, see `encoding.fitted` (None: on no mesh), and the axes dropped."""
+    if self.mesh is None:
+      return None, []
+    assert self.entries is not None
+    pad = self.indivisible == 'pad'
+    placed, lost = encoding.fitted(self.form, self.site.layers, self.entries, self.mesh, pad=pad)
+    path = _parts.path_name((*self.site.path, self.site.kind.weight))
+    return placed, [dataclasses.replace(d, path=f'{path}.{d.path}') for d in lost]
 
 
 def quantize(
@@ -42,6 +54,7 @@ def quantize(
   where: _sites.Patterns = 'all-linear',
   exclude: _sites.Patterns = (),
   tile: tiles.Tile = None,
+  indivisible: str = 'drop',
 ) -> tuple[nnx.Module, report.QuantReport]:
   """A model whose chosen weights are held as codes and scales; every other array is shared.
 
@@ -57,15 +70,21 @@ def quantize(
     exclude: patterns of layers to leave alone.
     tile: inputs that share a scale; 0: all of them; 'auto': the largest, at most the quantizer's
       own, that gives every shard of the inputs whole tiles; None: the quantizer's own.
+    indivisible: where a mesh axis does not divide a dimension of an array: 'drop' does not use it
+      there, 'pad' stores the dimension longer, 'error' refuses.
 
   Returns:
     The model, and the table of what was quantized.
 
   Raises:
-    ValueError: no such quantizer, nothing matches, a weight is quantized already, or a tile does
-      not divide the inputs; nothing was changed.
+    ValueError: no such quantizer, nothing matches, a weight is quantized already, a tile does not
+      divide the inputs, or an axis an array and that is an error; nothing was changed.
   """
-  return carry_out(model, plan(model, given, where=where, exclude=exclude, tile=tile))
+  options: dict[str, Any] = {'where': where, 'exclude': exclude, 'tile': tile}
+  plans = plan(model, given, indivisible=indivisible, **options)
+  if indivisible == 'error':
+    _padded.refuse([lost for one in plans for lost in one.arrays()[1]])
+  return carry_out(model, plans)
 
 
 def carry_out(model: nnx.Module, plans: Sequence[Plan]) -> tuple[nnx.Module, report.QuantReport]:
@@ -91,6 +110,7 @@ def plan(
   where: _sites.Patterns = 'all-linear',
   exclude: _sites.Patterns = (),
   tile: tiles.Tile = None,
+  indivisible: str = 'drop',
 ) -> list[Plan]:
   """What `quantize` will do to a model, all of it checked.
 
@@ -101,7 +121,9 @@ def plan(
     pairs = [(site, given(site)) for site in sites]
   else:
     pairs = [(site, quantizer.get_quantizer(given)) for site in sites]
-  return [plan_site(site, chosen, tile) for site, chosen in pairs if chosen is not None]
+  _padded.check_indivisible(indivisible)
+  made = [plan_site(site, chosen, tile) for site, chosen in pairs if chosen is not None]
+  return [dataclasses.replace(one, indivisible=indivisible) for one in made]
 
 
 def plan_site(site: _sites.Site, chosen: quantizer.Quantizer, tile: tiles.Tile) -> Plan:
@@ -154,18 +176,10 @@ def _entries(spec: Any, rank: int, stack: tuple[int, ...]) -> tuple:
 
 def _encoded(one: Plan) -> tuple[quantized.Quantized, list[_specs.Dropped]]:
   site, form = one.site, one.form
-  value: Any = site.weight.get_raw_value()
-  placed, dropped = None, []
-  if one.mesh is not None:
-    assert one.entries is not None
-    placed, lost = encoding.fitted(form, site.layers, one.entries, one.mesh)
-    path = _parts.path_name((*site.path, site.kind.weight))
-    dropped = [dataclasses.replace(d, path=f'{path}.{d.path}') for d in lost]
+  value: Any = _padded.cut(site.weight.get_raw_value())
+  placed, dropped = one.arrays()
   if isinstance(value, jax.ShapeDtypeStruct):
-    made: Mapping[str, Any] = {
-      name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed[name] if placed else None)
-      for name, a in encoding.shapes(form, site.layers).items()
-    }
+    made: Mapping[str, Any] = placed or encoding.shapes(form, site.layers)
   else:
     if site.stack != tuple(range(len(site.stack))):
       value = jnp.moveaxis(value, site.stack, range(len(site.stack)))

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from peftlab import _parts, _specs
+from peftlab import _padded, _parts, _specs
 from peftlab.quant import quantized, quantizer
 
 SMALL = 2**16  # a weight of so few numbers is encoded at once
 SLICES = 64
 
 Form = quantized.Form
-Shardings = Mapping[str, NamedSharding]
 
 
 def shapes(form: Form, stack: tuple[int, ...] = ()) -> dict[str, jax.ShapeDtypeStruct]:
@@ -29,29 +28,43 @@ def shapes(form: Form, stack: tuple[int, ...] = ()) -> dict[str, jax.ShapeDtypeS
 
 
 def fitted(
-  form: Form, stack: tuple[int, ...], entries: tuple, mesh: Any
-) -> tuple[dict[str, NamedSharding], list[_specs.Dropped]]:
-  """Where the arrays go, from the entries of the weight's own spec, each fitted to its own shape.
+  form: Form,
+  stack: tuple[int, ...],
+  entries: tuple,
+  mesh: Any,
+  *,
+  pad: bool = False,
+) -> tuple[dict[str, Any], list[_specs.Dropped]]:
+  """The arrays as shapes that say where they go, each from its own shape.
 
   Args:
     form: of the weight.
     stack: sizes of the stack axes.
-    entries: of the spec, stack axes first, one per dimension.
+    entries: of the weight's own spec, stack axes first, one per dimension.
     mesh: the mesh.
+    pad: whether an array that an axis does not divide is stored padded.
 
   Returns:
-    {array: NamedSharding}, and the axes that were dropped, priced, with the array for a path.
+    {array: shape, or a `Padded` one}, and the axes that were dropped, priced, with the array for a
+    path.
   """
-  placed, dropped = {}, []
+  placed, dropped, lead = {}, [], len(stack)
   for name, array in shapes(form, stack).items():
-    own = form.leaf_axes(name, tuple(entries[len(stack) :]))
-    spec, lost = _specs.fit_spec(array.shape, PartitionSpec(*entries[: len(stack)], *own), mesh)
-    placed[name] = NamedSharding(mesh, spec)
+    own = form.leaf_axes(name, tuple(entries[lead:]))
+    wanted, stored = PartitionSpec(*entries[:lead], *own), array.shape
+    if pad:
+      spec, stored, lost = _padded.pad_spec(array.shape, wanted, mesh, stack=lead)
+    else:
+      spec, lost = _specs.fit_spec(array.shape, wanted, mesh)
+    shape: Any = jax.ShapeDtypeStruct(stored, array.dtype, sharding=NamedSharding(mesh, spec))
+    placed[name] = shape if stored == array.shape else _padded.Padded(shape, array.shape[lead:])
     dropped += _specs.priced(lost, name, array, spec, mesh)
   return placed, dropped
 
 
-def encode(form: Form, weight: jax.Array, shardings: Shardings | None = None) -> dict[str, Any]:
+def encode(
+  form: Form, weight: jax.Array, placed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
   """A weight [*stack, *own] -> its arrays; the weight is only read.
 
   Beside weight and arrays no more is held than a slice: a layer's 1/16 or less.
@@ -59,21 +72,31 @@ def encode(form: Form, weight: jax.Array, shardings: Shardings | None = None) ->
   Args:
     form: of the weight.
     weight: any float dtype, on any mesh.
-    shardings: where the arrays go; None: the device of the weight.
+    placed: of `fitted`: where the arrays go; None: the device of the weight.
   """
   stack = weight.ndim - len(form.shape)
-  if shardings is None:
+  if placed is None:
     return _encoder(form, stack, None)(weight)
+  shardings = {name: shape.sharding for name, shape in placed.items()}
   mesh = next(iter(shardings.values())).mesh
   # The arithmetic runs on a mesh of Auto axes around the same devices, so that it is one program
   # in either mode; no array moves for that.
   twin = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
   if isinstance(weight.sharding, NamedSharding):
     weight = jax.device_put(weight, NamedSharding(twin, weight.sharding.spec))
-  specs = tuple((name, sharding.spec) for name, sharding in shardings.items())
+  stored = tuple((n, shardings[n].spec, _stored(shape)) for n, shape in placed.items())
   with jax.set_mesh(twin):
-    made = _encoder(form, stack, (twin, specs))(weight)
-  return {name: jax.device_put(array, shardings[name]) for name, array in made.items()}
+    made = _encoder(form, stack, (twin, stored))(weight)
+  made = {name: jax.device_put(array, shardings[name]) for name, array in made.items()}
+  return {name: _as(made[name], shape) for name, shape in placed.items()}
+
+
+def _stored(shape: Any) -> tuple[int, ...]:
+  return tuple((shape.array if _padded.is_padded(shape) else shape).shape)
+
+
+def _as(array: jax.Array, like: Any) -> Any:
+  return _padded.Padded(array, like.own) if _padded.is_padded(like) else array
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,17 +105,40 @@ def _encoder(form: Form, stack: int, where: Any) -> Callable[[jax.Array], dict[s
   compress = quantized.over_stack(stack, form.quantizer.compress)
   if where is None:
     return jax.jit(lambda weight: compress(tiled(_tiles(form, stack, weight))))
-  mesh, specs = where
-  codes = dict(specs)['codes']
-  out = {name: NamedSharding(mesh, spec) for name, spec in specs}
+  mesh, stored = where
+  out = {name: NamedSharding(mesh, spec) for name, spec, _ in stored}
+  whole = {name: shape for name, _, shape in stored}
+  codes, shape = next((spec, shape) for name, spec, shape in stored if name == 'codes')
 
   def run(weight: jax.Array) -> dict[str, Any]:
-    view = jax.lax.with_sharding_constraint(_tiles(form, stack, weight), NamedSharding(mesh, codes))
-    per_tile = _per_tile_specs(form, stack, codes)
-    mapped = jax.shard_map(tiled, mesh=mesh, in_specs=codes, out_specs=per_tile, check_vma=False)
-    return compress(mapped(view))
+    view = _tiles(form, stack, weight)
+    wide = (*shape[: stack + 1], form.tile, *shape[stack + 2 :])
+    work = _work_spec(codes, stack, wide, mesh)
+    per_tile = _per_tile_specs(form, stack, work)
+    mapped = jax.shard_map(tiled, mesh=mesh, in_specs=work, out_specs=per_tile, check_vma=False)
+    work = NamedSharding(mesh, work)
+    made = mapped(jax.lax.with_sharding_constraint(_padded.widened(view, wide), work))
+    if wide != view.shape:  # what is compressed together must not see the padding
+      true = (slice(0, view.shape[stack]), ..., *(slice(0, n) for n in form.outs))
+      made = {name: a[(*(slice(None),) * stack, *true)] for name, a in made.items()}
+    return {name: _padded.widened(a, whole[name]) for name, a in compress(made).items()}
 
   return jax.jit(run, out_shardings=out)
+
+
+def _work_spec(
+  codes: PartitionSpec, stack: int, shape: tuple[int, ...], mesh: Any
+) -> PartitionSpec:
+  """That of the codes with no axis inside a tile, which one device encodes.
+
+  What will cut a tile cuts the last outputs until then, where it fits.
+  """
+  entries = list(codes.partitions)
+  inner = _specs.entry_axes(entries[stack + 1])
+  entries[stack + 1] = None
+  last = (*_specs.entry_axes(entries[-1]), *inner)
+  spec, _ = _specs.fit_spec(shape, PartitionSpec(*entries[:-1], last), mesh)
+  return spec
 
 
 def _tiles(form: Form, stack: int, weight: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from peftlab import _padded
 from peftlab.quant import quantizer
 
 
@@ -29,7 +30,7 @@ class How:
 
 def tiles(chosen: quantizer.Quantizer, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
   """Held arrays of one layer -> [tiles, tile, *outs] in dtype."""
-  return chosen.decode(chosen.expand(arrays), dtype)
+  return chosen.decode(chosen.expand(_padded.cut_tree(arrays)), dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,6 +42,8 @@ def product(how: How, x: jax.Array, arrays: quantizer.Arrays) -> jax.Array:
   product. For the gradient the arrays alone are kept, and decoded again.
   """
   w = tiles(how.quantizer, _gathered(arrays, how.specs), x.dtype)
+  if how.quantizer.apart:  # or XLA fuses the decoding with what the product does to its operand
+    w = jax.lax.optimization_barrier(w)
   ins, outs = (0, 1), tuple(range(2, w.ndim))
   over, kept = (ins, outs) if how.over_tiles else (outs, ins)
   lead = x.shape[:-1]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _kernel, _packed
+from peftlab import _kernel, _packed, _padded, _specs
 from peftlab.quant import product, quantizer
 
 
@@ -68,12 +68,19 @@ class Form:
     words = self.quantizer.dims[name].split()
     return sum(len(self.outs) if word == 'out' else 1 for word in words)
 
+  @property
+  def cut(self) -> int:
+    """Which dimension of the codes the axes of the inputs cut: the tiles; of one tile itself."""
+    return int(self.inputs == self.tile)
+
   def leaf_axes(self, name: str, axes: tuple) -> tuple:
     """Something per dimension of the weight of one layer -> per dimension of the array `name`."""
     ordered = [axes[i] for i in self.order]
     kept = ordered[len(ordered) - len(self.outs) :]
-    taken: dict[str, tuple] = {'tiles': (ordered[0],), 'out': tuple(kept), 'groups': (kept[0],)}
+    taken: dict[str, tuple] = {'out': tuple(kept), 'groups': (kept[0],)}
     words = self.quantizer.dims[name].split()
+    if len(words) > self.cut and words[0] == 'tiles' and words[self.cut] not in taken:
+      words[self.cut], taken['inputs'] = 'inputs', (ordered[0],)
     return tuple(axis for word in words for axis in taken.get(word, (None,)))
 
   def to_tiles(self, weight: jax.Array) -> jax.Array:
@@ -94,7 +101,8 @@ class Quantized(_packed.Packed):
   """A quantized weight in the place of its array.
 
   Attributes:
-    arrays: by name, as the quantizer's `dims` say, each with the stack axes first.
+    arrays: by name, as the quantizer's `dims` say, each with the stack axes first; where a mesh
+      axis does not divide one it may be `Padded`.
     form: what is static.
   """
 
@@ -129,7 +137,7 @@ class Quantized(_packed.Packed):
     entries = entries + (None,) * (codes.ndim - len(entries))
     own: list[Any] = [None] * len(form.shape)
     order, kept = form.order, len(form.outs)
-    own[order[0]] = entries[stack]
+    own[order[0]] = entries[stack + form.cut]
     for place, entry in zip(order[len(order) - kept :], entries[codes.ndim - kept :], strict=True):
       own[place] = entry
     return NamedSharding(placed.mesh, PartitionSpec(*entries[:stack], *own))
@@ -137,9 +145,10 @@ class Quantized(_packed.Packed):
   def leaf_axes(self, axes: tuple) -> Quantized:
     """See `Packed.leaf_axes`."""
     stack = len(axes) - len(self.form.shape)
-    named = {
-      name: (*axes[:stack], *self.form.leaf_axes(name, tuple(axes[stack:]))) for name in self.arrays
-    }
+    named = {}
+    for name, array in self.arrays.items():
+      own = (*axes[:stack], *self.form.leaf_axes(name, tuple(axes[stack:])))
+      named[name] = jax.tree.map(lambda _, own=own: own, array)  # of a Padded, of what it holds
     return Quantized(named, self.form)
 
   def tiles(self, dtype: Any) -> jax.Array:
@@ -170,7 +179,7 @@ class Quantized(_packed.Packed):
   def rows(self, index: jax.Array, dtype: Any) -> jax.Array:
     """See `Packed.rows`."""
     form = self.form
-    arrays = form.quantizer.expand(self.arrays)
+    arrays = form.quantizer.expand(_padded.cut_tree(self.arrays))
     if form.tiled == 'in':
       place = {name: a[index // form.tile] for name, a in arrays.items()}
       found = form.quantizer.decode(place, dtype)  # [n, tile, *outs]
@@ -183,7 +192,10 @@ class Quantized(_packed.Packed):
   def dense(self, dtype: Any = None) -> jax.Array:
     """See `Packed.dense`; decoded in float32 and rounded once."""
     placed = getattr(self.arrays['codes'], 'sharding', None)
-    sharding = self.sharding if isinstance(placed, NamedSharding) else None
+    sharding = None
+    if isinstance(placed, NamedSharding):  # the codes may be padded, the numbers are not
+      spec, _ = _specs.fit_spec(self.shape, self.sharding.spec, placed.mesh)
+      sharding = NamedSharding(placed.mesh, spec)
     return _dense(jnp.dtype(dtype or self.form.dtype), sharding)(self)
 
   def __getitem__(self, index: Any) -> Any:
@@ -239,7 +251,7 @@ def _points(value: Quantized, index: tuple[jax.Array, ...]) -> jax.Array:
   place = jnp.zeros_like(own[0])
   for number, size in zip(own, sizes, strict=False):
     place = place * size + number
-  arrays = over_stack(stack, form.quantizer.expand)(value.arrays)
+  arrays = over_stack(stack, form.quantizer.expand)(_padded.cut_tree(value.arrays))
   outs = tuple(own[len(own) - kept :])
   found = {}
   for name, array in arrays.items():

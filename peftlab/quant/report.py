@@ -104,7 +104,7 @@ def row(path: str, value: Any, *, asked: int) -> Row:
     bits=8 * nbytes / weights,
     arrays={n: _told(a) for n, a in value.arrays.items()},
     nbytes=nbytes,
-    device_bytes=sum(_bytes(_piece(a), a.dtype) for a in value.arrays.values()),
+    device_bytes=sum(_bytes(_piece(a), a.dtype) for a in jax.tree.leaves(value.arrays)),
   )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _parts, _registry, _sites, _specs
+from peftlab import _padded, _parts, _processes, _registry, _sites, _specs
 from peftlab.quant import convert, quantized, quantizer
 
 FORMAT = 1
@@ -40,10 +40,8 @@ def save(model: nnx.Module, folder: str | os.PathLike[str], *, source: str = '')
   import orbax.checkpoint as ocp
 
   path = pathlib.Path(folder).resolve()
-  if path.exists() and any(path.iterdir()):
-    raise ValueError(f"'{folder}' is not empty; a base is saved into a folder of its own.")
-  path.mkdir(parents=True, exist_ok=True)
-  arrays = _named(_parts.split(model).base)
+  _processes.by_first(lambda: _make_folder(path, os.fspath(folder)))
+  arrays = _named(_padded.cut_tree(_parts.split(model).base))
   with ocp.StandardCheckpointer() as orbax:
     orbax.save(path / ARRAYS, arrays)
   about = {
@@ -56,6 +54,16 @@ def save(model: nnx.Module, folder: str | os.PathLike[str], *, source: str = '')
       if isinstance(value := site.weight.get_raw_value(), quantized.Quantized)
     },
   }
+  _processes.by_first(lambda: _write_about(path, about))
+
+
+def _make_folder(path: pathlib.Path, folder: str) -> None:
+  if path.exists() and any(path.iterdir()):
+    raise ValueError(f"'{folder}' is not empty; a base is saved into a folder of its own.")
+  path.mkdir(parents=True, exist_ok=True)
+
+
+def _write_about(path: pathlib.Path, about: dict[str, Any]) -> None:
   unfinished = path / (ABOUT + '.tmp')
   unfinished.write_text(json.dumps(about, indent=1))
   unfinished.replace(path / ABOUT)
@@ -73,6 +81,7 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   rules: _specs.Rules | None = None,
   source: str = '',
+  indivisible: str = 'drop',
 ) -> Any:
   """The model of `save`, bit by bit, on any mesh.
 
@@ -82,9 +91,11 @@ def load(
     mesh: where the arrays go.
     rules: logical axes -> mesh axes; None: those in force.
     source: what the base should have been made from.
+    indivisible: what is done where a mesh axis does not divide an array, see `load_model`.
 
   Raises:
-    ValueError: no base there, or one of another model or source.
+    ValueError: no base there, or one of another model or source; an axis does not divide and that
+      is an error.
   """
   import orbax.checkpoint as ocp
 
@@ -112,13 +123,17 @@ def load(
     if there != here:
       near = _registry.did_you_mean(name, wanted) if name not in wanted else ''
       raise ValueError(f"'{folder}' holds {there} for {name}; expected {here}{near or '.'}")
+  if mesh is not None and indivisible == 'error':
+    _padded.refuse(_specs.shardings(model, mesh, rules)[1])
   placed = _placed(model, wanted, mesh, rules)
   with ocp.StandardCheckpointer() as orbax:
     arrays = orbax.restore(path / ARRAYS, placed)
-  leaves, tree = jax.tree.flatten(parts.base)
-  del leaves
+  tree = jax.tree.structure(parts.base)
   base = jax.tree.unflatten(tree, [arrays[name] for name in wanted])
-  return _parts.merge(parts.replace(base=base))
+  restored = _parts.merge(parts.replace(base=base))
+  if mesh is None or indivisible != 'pad':
+    return restored
+  return _padded.place(restored, mesh, rules, indivisible=indivisible)[0]
 
 
 def _named(base: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from peftlab import _parts, _registry, _sites, _specs
+from peftlab import _padded, _parts, _registry, _sites, _specs
 from peftlab.quant import convert, encoding, quantized, quantizer, tiles
 
 FILE = 'file'  # the quantization of the file itself
@@ -44,6 +44,7 @@ def outline(
   kinds: Callable[[tuple], set[str]],
   mesh: jax.sharding.Mesh | None = None,
   rules: _specs.Rules | None = None,
+  indivisible: str = 'drop',
 ) -> nnx.Module:
   """A model of shapes -> the same with quantized weights, as shapes.
 
@@ -53,6 +54,7 @@ def outline(
     kinds: path of a weight -> the GGUF types of its tensors; empty where it comes from no GGUF.
     mesh: where the arrays will lie.
     rules: logical axes -> mesh axes; None: those in force.
+    indivisible: see `quantize`; with 'pad' the model given has padded shapes where it needs them.
 
   Raises:
     ValueError: see `quantize`; with 'file', a weight whose tensors are of several types or of one
@@ -61,14 +63,14 @@ def outline(
   if mesh is not None:
     parts = _parts.split(model)
     where, _ = _specs.shardings(model, mesh, rules)
-    placed = {path: _placed(leaf, where[path]) for path, leaf in _parts.flat(parts.base).items()}
+    leaves = _parts.flat(parts.base)
+    placed = {path: jax.tree.map(_placed, leaf, where[path]) for path, leaf in leaves.items()}
     model = _parts.merge(parts.replace(base=_parts.nest(placed)))
   chosen: Any = request.quant
   if chosen == FILE:
     chosen = functools.partial(_of_file, kinds=kinds)
-  plans = convert.plan(
-    model, chosen, where=request.where, exclude=request.exclude, tile=request.tile
-  )
+  asked: dict[str, Any] = {'where': request.where, 'exclude': request.exclude}
+  plans = convert.plan(model, chosen, tile=request.tile, indivisible=indivisible, **asked)
   return convert.carry_out(model, plans)[0]
 
 
@@ -109,65 +111,71 @@ def fill(
   """The arrays of a quantized weight, filled layer by layer; each is encoded as it comes.
 
   Args:
-    value: of shapes.
+    value: of shapes, some of them `Padded`.
     layers: (place in the stack, tensor, whether it is blocks of the quantizer's GGUF type) each:
       the weight of one layer, or uint8 [out, tiles, bytes].
     shardings: where the arrays go, None: the default device.
   """
   form, lead = value.form, len(value.stack)
-  placed = None if shardings is None else shardings.arrays
-  held = {
-    name: jnp.zeros(a.shape, a.dtype, device=None if placed is None else placed[name])
-    for name, a in value.arrays.items()
-  }
-  own = None if placed is None else {n: _without(s, lead) for n, s in placed.items()}
+  own, placed = None, None
+  if shardings is not None:
+    shapes = jax.tree.map(_placed, value.arrays, shardings.arrays)
+    own = jax.tree.map(lambda shape: _without(shape, lead), shapes)
+    placed = jax.tree.map(lambda shape: shape.sharding, shapes)
+  held: Any = jax.tree.map(
+    lambda a, where: jnp.zeros(a.shape, a.dtype, device=where),
+    value.arrays,
+    placed or dict.fromkeys(value.arrays),
+    is_leaf=lambda a: a is None,
+  )
+  put = _set_layer(None if placed is None else tuple(sorted(placed.items())))
   for index, tensor, blocks in layers:
     made = _from_blocks(form, tensor, own) if blocks else _encoded(form, tensor, own)
     if not lead:
       return quantized.Quantized(made, form)
-    put = _set_layer(None if placed is None else tuple(sorted(placed.items())))
     held = put(held, made, np.asarray(index, np.int32))
     jax.block_until_ready(held)  # else tensors pile up, waiting
   return quantized.Quantized(held, form)
 
 
-def _without(sharding: NamedSharding, lead: int) -> NamedSharding:
-  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[lead:]))
+def _without(shape: Any, lead: int) -> jax.ShapeDtypeStruct:
+  """The shape of an array of one layer, and where it goes."""
+  spec, mesh = shape.sharding.spec, shape.sharding.mesh
+  placed = NamedSharding(mesh, PartitionSpec(*spec.partitions[lead:]))
+  return jax.ShapeDtypeStruct(shape.shape[lead:], shape.dtype, sharding=placed)
 
 
 def _encoded(
-  form: quantized.Form, tensor: np.ndarray, own: Mapping[str, NamedSharding] | None
-) -> dict[str, jax.Array]:
+  form: quantized.Form, tensor: np.ndarray, own: Mapping[str, Any] | None
+) -> dict[str, Any]:
   weight = np.asarray(tensor).reshape(form.shape)
   if own is None:
     return encoding.encode(form, jnp.asarray(weight))
   # Each device reads the part whose tiles it will hold, or the whole where tiles are cut elsewhere.
-  spec = own['codes'].spec.partitions
+  codes = own['codes'].sharding
+  mesh, spec = codes.mesh, codes.spec.partitions
   entries: list[Any] = [None] * len(form.shape)
   for place, entry in zip(form.order[-len(form.outs) :], spec[-len(form.outs) :], strict=True):
     entries[place] = entry
-  mesh = own['codes'].mesh
-  first = form.order[0]
-  parts = int(np.prod([mesh.shape[a] for a in _specs.entry_axes(spec[0])], dtype=int))
-  if form.shape[first] % parts == 0:
-    entries[first] = spec[0]
-  sharding = NamedSharding(mesh, PartitionSpec(*entries))
+  entries[form.order[0]] = spec[form.cut]
+  fitted, _ = _specs.fit_spec(form.shape, PartitionSpec(*entries), mesh)
+  sharding = NamedSharding(mesh, fitted)
   array = jax.make_array_from_callback(weight.shape, sharding, lambda index: weight[index])
   return encoding.encode(form, array, own)
 
 
 def _from_blocks(
-  form: quantized.Form, blocks: np.ndarray, own: Mapping[str, NamedSharding] | None
-) -> dict[str, jax.Array]:
-  made = {}
+  form: quantized.Form, blocks: np.ndarray, own: Mapping[str, Any] | None
+) -> dict[str, Any]:
+  made: dict[str, Any] = {}
   for name, array in form.quantizer.from_blocks(np.asarray(blocks)).items():
     array = array.reshape(*array.shape[:-1], *form.outs)
     if own is None:
       made[name] = jnp.asarray(array)
+    elif _padded.is_padded(own[name]):
+      made[name] = _padded.place_tree(array, own[name])
     else:
-      made[name] = jax.make_array_from_callback(
-        array.shape, own[name], lambda index, array=array: array[index]
-      )
+      made[name] = _padded.put(array, array.shape, own[name].sharding)
   return made
 
 
@@ -175,13 +183,13 @@ def _from_blocks(
 def _set_layer(placed: Any) -> Callable[..., dict[str, jax.Array]]:
   """Writes the arrays of one layer into those of a stack, in place."""
 
-  def one(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-    start = [*index, *(jnp.int32(0) for _ in layer.shape)]
-    new = layer.reshape((1,) * len(index) + layer.shape)
-    return jax.lax.dynamic_update_slice(stack, new, start)
+  def every(stack: dict, layer: dict, index: jax.Array) -> dict[str, Any]:
+    def one(stack: jax.Array, layer: jax.Array) -> jax.Array:
+      start = [*index, *(jnp.int32(0) for _ in layer.shape)]
+      new = layer.reshape((1,) * len(index) + layer.shape)
+      return jax.lax.dynamic_update_slice(stack, new, start)
 
-  def every(stack: dict, layer: dict, index: jax.Array) -> dict[str, jax.Array]:
-    return {name: one(array, layer[name], index) for name, array in stack.items()}
+    return jax.tree.map(one, stack, layer)
 
   out = None if placed is None else dict(placed)
   return jax.jit(every, donate_argnums=0, out_shardings=out)

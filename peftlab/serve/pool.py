@@ -57,7 +57,7 @@ class Pool:
     if capacity < 1 or min(ranks, default=1) < 1:
       raise ValueError(f'capacity is {capacity}, ranks {tuple(ranks)}; each must be at least 1.')
     self.model, self.capacity, self.ranks = model, capacity, tuple(sorted(ranks))
-    self._sites = {site.path: site for site in _sites.sites(model, norms=True)}
+    self._sites = {s.path: s for s in _sites.sites(model, norms=True, points=True)}
     self._banks: dict[banks.Key, banks.Bank] = {}
     self._residents: dict[str, _Resident] = {}
 

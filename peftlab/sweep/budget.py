@@ -132,6 +132,6 @@ def cost(adapter: _adapter.Adapter, experiment: Experiment, model: nnx.Module, k
   with warnings.catch_warnings():  # of sizes that are only tried; the trial itself will warn
     warnings.simplefilter('ignore')
     _, report = _attach.attach(
-      model, adapter, where=experiment.where, exclude=experiment.exclude, name='budget'
+      model, experiment.spread(adapter), **experiment.targets, name='budget'
     )
   return report.trainable if kind == 'params' else report.nbytes

@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 import numpy as np
 
-from peftlab import _parts, _specs
+from peftlab import _parts, _processes, _specs
 from peftlab.formats import files
 from peftlab.train import devices, loss
 
@@ -55,7 +55,8 @@ def item_losses(
   with _specs.using(mesh):
     for batch in batches:
       placed = devices.place_batch(batch, mesh)
-      found.append(jax.device_get(run(parts.adapter, parts.base, parts.state, placed)))
+      losses = run(parts.adapter, parts.base, parts.state, placed)
+      found.append(tuple(map(_processes.host, losses)))
   return join(found)
 
 

@@ -23,12 +23,14 @@ class Setup:
     base: what that gives without flags.
     root: of the sweep.
     second: a corpus for forgetting, or ''.
+    processes: of each trial.
   """
 
   source: str
   base: Experiment
   root: str
   second: str = ''
+  processes: int = 1
 
   @property
   def more(self) -> list[str]:
@@ -42,7 +44,8 @@ class Setup:
   def alone(self, trial: Trial) -> Job:
     """The job of a trial that runs alone."""
     argv = tuple(self.command(trial))
-    return Job(name=trial.id, ids=(trial.id,), argv=argv, root=pathlib.Path(self.root))
+    ids, root = (trial.id,), pathlib.Path(self.root)
+    return Job(name=trial.id, ids=ids, argv=argv, root=root, processes=self.processes)
 
   def pack(self, trials: Sequence[Trial], size: int) -> Job:
     """The job of some trials that run as one program, `size` at a time; 0: as many as fit."""
@@ -68,18 +71,22 @@ def plan(
     trials: of the sweep.
     setup: of their commands.
     pack: 'off', 'auto' (each group is one pack, as big as memory allows), or the size of packs.
-    say: takes a line on each trial that does not pack, with the reason.
+    say: takes a line on each trial that does not pack, with the reason, and on packs that are not
+      in float32.
 
   Raises:
-    ValueError: `pack` is none of these.
+    ValueError: see `pack_size`.
   """
-  size = pack_size(pack)
+  size = pack_size(pack, processes=setup.processes)
   left = [t for t in trials if rows.read(os.path.join(setup.root, t.id)) is None]
   if size is None:
     return [setup.alone(trial) for trial in left]
   groups, alone = packing.groups(left)
   for trial, why in alone:
     say(f'{trial.id} {trial.label}: a process of its own, {why}')
+  for line in dict.fromkeys(map(packing.precision, groups)):
+    if line:
+      say(line)
   jobs = []
   for group in groups:
     parts = [group[i : i + size] for i in range(0, len(group), size)] if size else [group]
@@ -87,14 +94,19 @@ def plan(
   return jobs + [setup.alone(trial) for trial, _ in alone]
 
 
-def pack_size(pack: str) -> int | None:
-  """'off' -> None, 'auto' -> 0, '8' -> 8.
+def pack_size(pack: str, *, processes: int = 1) -> int | None:
+  """'off' -> None, 'auto' -> 0, '8' -> 8; a pack is one process: several are never packed.
 
   Raises:
-    ValueError: anything else.
+    ValueError: anything else, or a size although each trial has several processes.
   """
-  if pack == 'off':
+  if pack == 'off' or (pack == 'auto' and processes > 1):
     return None
+  if processes > 1:
+    raise ValueError(
+      f'--pack is {pack!r} and --processes {processes}, but a pack is one process; expected '
+      '--pack=off or --processes=1.'
+    )
   if pack == 'auto':
     return 0
   if not pack.isdigit() or int(pack) < 1:

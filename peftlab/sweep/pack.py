@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from peftlab import _attach, _parts
+from peftlab import _attach, _padded, _parts
 from peftlab.sweep import items, numbers, packing, program
 from peftlab.sweep.member import Member, Slot, metrics_of
 from peftlab.train import devices
@@ -27,9 +27,19 @@ def template_of(members: Sequence[Member]) -> program.Template:
   carrier = numbers.numbered(carrier, packing.numbers(adapters))
   experiment = first.experiment
   model, _ = _attach.attach(
-    first.base_model, carrier, where=experiment.where, exclude=experiment.exclude, name='pack'
+    first.base_model,
+    experiment.spread(carrier),
+    **experiment.targets,
+    indivisible=experiment.mesh.indivisible,
+    name='pack',
   )
-  parts = training_parts(model)
+  parts = training_parts(model, recording=experiment.train.load_balancing > 0)
+  padded = [p for p in _padded.paddings(model) if '.adapters.' in p.path]
+  if padded:
+    raise ValueError(
+      f"mesh.indivisible is 'pad', and a pack cannot pad an adapter: {padded[0]}. Run these trials "
+      "one by one (--pack=off), or with axes that divide, or with 'drop'."
+    )
   options = tuple(dict.fromkeys(member.options for member in members))
   return program.Template(
     parts=parts,

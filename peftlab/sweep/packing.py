@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from peftlab import _adapter, _parts, _registry
+from peftlab.sweep import compatibility
 from peftlab.sweep import numbers as number_slots
-from peftlab.sweep import padding
 from peftlab.sweep.trials import UNCOUNTED, Trial
 from peftlab.train import fields
 from peftlab.train.config import Experiment
@@ -42,13 +42,17 @@ FREE = (
 # Options of a step that are part of a program; trials of a pack choose among its branches.
 BRANCHED = tuple(f.name for f in dataclasses.fields(StepOptions) if f'train.{f.name}' in FREE)
 
+# How far, relative to it, the loss of a packed trial may be from that of the trial alone after 20
+# steps, by base.dtype: sums are taken in another order, and each is rounded to that dtype.
+TOLERANCES = {'float32': 1e-6, 'bfloat16': 1e-2, 'float16': 2e-3}
+
 
 def groups(trials: Iterable[Trial]) -> tuple[list[list[Trial]], list[tuple[Trial, str]]]:
   """(the packs, the trials that run alone with the reason), both in the order of the trials.
 
   Trials of one group are equal but for `FREE` fields and these fields of their adapters: those that
   only feed first values (`peftlab.initial`); sizes of slots, padded up to the largest; numbers.
-  Of the last two a type must show that it computes the same with them, see `padding.check`.
+  Of the last two a type must show that it computes the same with them, see `compatibility.check`.
   """
   together: dict[str, list[Trial]] = {}
   for trial in trials:
@@ -65,6 +69,17 @@ def groups(trials: Iterable[Trial]) -> tuple[list[list[Trial]], list[tuple[Trial
       else:
         alone.append((part[0], why))
   return packs, alone
+
+
+def precision(pack: Sequence[Trial]) -> str:
+  """A line on a pack whose losses are not, to 1e-6, those of its trials alone; '': they are."""
+  dtype = pack[0].experiment.base.dtype
+  if dtype == 'float32':
+    return ''
+  return (
+    f'base.dtype is {dtype}: a packed trial has the loss that it has alone within '
+    f'{TOLERANCES[dtype]:g} of it, not 1e-6; --pack=off makes each trial a process of its own'
+  )
 
 
 def key(experiment: Experiment) -> str:
@@ -122,7 +137,7 @@ def numbers_of(template: Any, adapter: _adapter.Adapter) -> dict[tuple, Any]:
   names = {number_slots.slot(f.name): f.name for f in dataclasses.fields(adapter)}
   return {
     path: jax.device_put(
-      np.full(array.shape, number_slots.value(getattr(adapter, names[path[-1]]))), array.sharding
+      np.full(array.shape, number_slots.held(getattr(adapter, names[path[-1]]))), array.sharding
     )
     for path, array in _parts.flat(template).items()
     if path[-1] in names
@@ -159,11 +174,15 @@ def _fitting(group: Sequence[Trial]) -> tuple[list[Trial], list[tuple[Trial, str
   except ValueError as error:
     return [], [(trial, f'for {error}') for trial in group]
   varied = numbers(adapters)
+  for name in varied:
+    if name in group[0].experiment.targets['fields']:  # one array would stand for both
+      why = f'for adapter.{name} differs, and patterns has a {name} of its own for some layers'
+      return [], [(trial, why) for trial in group]
   for trial in group:
     train, adapter = trial.experiment.train, trial.experiment.adapter
     identity = (repr(adapter), train.optimizer)
     if identity not in known:
-      known[identity] = padding.check(adapter, big, varied, StepOptions.of(train))
+      known[identity] = compatibility.check(adapter, big, varied, StepOptions.of(train))
     if known[identity]:
       alone.append((trial, known[identity]))
     else:

@@ -93,7 +93,9 @@ def update(
   def one(trees: Trees, batch: loss.Batch) -> tuple[Trees, step.Metrics]:
     state = trees.state
     parts = _parts.Parts(graph, trees.adapter, base, state.state)
-    value, grads, after = step.gradients(parts, batch, variants[0].accumulate)
+    value, grads, after = step.gradients(
+      parts, batch, variants[0].accumulate, variants[0].load_balancing
+    )
     grads = padding.masked(grads, trees.lengths)
 
     def branch(options: StepOptions) -> Any:

@@ -176,8 +176,10 @@ def _headline(groups: Sequence[Group]) -> str:
   found = f'Lowest mean held-out loss: <b>{loss.mean:.4f}</b>, with {_text(best.label)}.'
   if not tested:
     return found
+  if not equal:
+    return f'{found} Each of the {tested} other settings differs from it (p below 0.05).'
   return (
-    f'{found} Of {tested} other settings, {len(equal)} cannot be told from it (p at least 0.05).'
+    f'{found} {len(equal)} of {tested} other settings cannot be told from it (p at least 0.05).'
   )
 
 

@@ -14,9 +14,9 @@ import traceback
 import types
 from typing import Any, Self
 
-from peftlab import _parts
+from peftlab import _parts, _processes
 from peftlab.sweep import items, rows, trials
-from peftlab.train import fields, loop, session, summary
+from peftlab.train import fields, joining, loop, session, summary
 from peftlab.train import workdir as workdirs
 from peftlab.train.config import Experiment
 from peftlab.train.record import held_out_loss
@@ -61,8 +61,9 @@ def train(
   Returns:
     0 ok; 1 diverged or failed, with a row, so that it is not to be tried again; 42 stopped, saved.
   """
-  with rows.locked(workdir) as folder:
-    row = rows.read(folder)
+  folder = pathlib.Path(workdir)
+  with _processes.entered(rows.locked(folder)):
+    row = _processes.by_first(lambda: rows.read(folder))
     if row is not None:
       say(f'{folder.name}: has its row already, {row["status"]}')
       return EXIT_CODES[row['status']]
@@ -87,8 +88,8 @@ class Failure:
     error: BaseException | None,
     trace: types.TracebackType | None,
   ) -> bool:
-    if error is None or not isinstance(error, Exception):
-      return False  # KeyboardInterrupt, SystemExit: the trial has not ended
+    if error is None or not isinstance(error, Exception) or joining.of_another(error):
+      return False  # KeyboardInterrupt, SystemExit, another process is gone: it has not ended
     traceback.print_exception(kind, error, trace, file=sys.stderr)
     head = about(self._experiment, command=self._command)
     told = f'{type(error).__name__}: {" ".join(str(error).split())}'
@@ -115,24 +116,29 @@ def _train(
 ) -> int:
   started = time.monotonic()
   with workdirs.claimed(folder, experiment):
-    done = session.finished(folder)
+    done = _processes.by_first(lambda: session.finished(folder))
     if done is not None:  # ended, and was killed before its row was written
-      rows.write(folder, {**about(experiment, command=command), **numbers(done)})
+      if _processes.is_first():
+        rows.write(folder, {**about(experiment, command=command), **numbers(done)})
       return 0
+    text = session.prepare(experiment, say=say)
     base_model, mesh = session.load_base(experiment, say=say)
-    run, found = session.fit(experiment, base_model, workdir=folder, mesh=mesh, say=say)
+    run, found = session.fit(experiment, base_model, workdir=folder, mesh=mesh, text=text, say=say)
     if run.status == 'preempted':
       return EXIT_CODES['preempted']
     more: dict[str, Any] = {'seconds': round(time.monotonic() - started, 3)}
     if run.status == 'ok':
       session.save_adapter(run, folder)
-      items.write(folder, *items.item_losses(run.parts, run.record.text.held_out, mesh))
+      losses = items.item_losses(run.parts, run.record.text.held_out, mesh)
+      if _processes.is_first():
+        items.write(folder, *losses)
       if extra.second:
         more['second'] = second_losses(run, extra.second, say=say)
-    title = experiment.name
-    session.write_results(folder, [run], [found], title=title, command=shlex.join(command), say=say)
-    more['peak_bytes'] = summary.memory()['process_peak']
-    rows.write(folder, {**about(experiment, command=command), **numbers(found), **more})
+    if _processes.is_first():
+      title, told = experiment.name, shlex.join(command)
+      session.write_results(folder, [run], [found], title=title, command=told, say=say)
+      more['peak_bytes'] = summary.memory()['process_peak']
+      rows.write(folder, {**about(experiment, command=command), **numbers(found), **more})
     return EXIT_CODES[run.status]
 
 

@@ -40,10 +40,43 @@ class Case:
     self.thorough = thorough
     self.programs: dict[Any, Any] = {}
 
+  @property
+  def point(self) -> str:
+    """The role of the points that the adapter goes on; '': it goes on weights."""
+    return self.adapter.point
+
+  def needs_weights(self) -> None:
+    """Raises NotApplicable for an adapter that goes on points."""
+    if self.point:
+      raise NotApplicable('it goes on points')
+
+  def base_model(self, sizes: tuple[int, int] = models.EVEN, *, dtype: Any = None) -> nnx.Module:
+    """The model without adapters: StackModel, or PointModel for an adapter that goes on points."""
+    return base_model(sizes, dtype=dtype, points=bool(self.point))
+
+  def list_model(self) -> nnx.Module:
+    """The same layers in a list."""
+    return list_model(points=bool(self.point))
+
+  def base_output(self) -> jax.Array:
+    """What the model computes without adapters."""
+    return base_output(points=bool(self.point))
+
+  @property
+  def kernels(self) -> list[tuple[dict[str, int], int]]:
+    """(sizes, layers) of every kernel, or point, that the adapter goes on in the model."""
+    embed, mlp = models.EVEN
+    if self.point:
+      found = models.point_sizes(self.point)
+      if not found:
+        raise NotApplicable(f'no model of the suite has points of the role {self.point!r}')
+      return [({'in': size, 'out': size}, layers) for size, layers in found]
+    return [({'in': embed, 'out': mlp}, 2), ({'in': mlp, 'out': embed}, 2)]
+
   @functools.cached_property
   def attached(self) -> tuple[nnx.Module, Any]:
-    """(StackModel with a fresh adapter, the report)."""
-    return _attach.attach(base_model(), self.adapter, rngs=0)
+    """(the model with a fresh adapter, the report)."""
+    return _attach.attach(self.base_model(), self.adapter, rngs=0)
 
   @functools.cached_property
   def fresh(self) -> _parts.Parts:
@@ -58,16 +91,21 @@ class Case:
   @functools.cached_property
   def other(self) -> _parts.Parts:
     """Like `fresh`, of another seed."""
-    return _parts.split(_attach.attach(base_model(), self.adapter, rngs=1)[0])
+    return _parts.split(_attach.attach(self.base_model(), self.adapter, rngs=1)[0])
 
   @functools.cached_property
   def listed(self) -> nnx.Module:
     """ListModel with a fresh adapter of the seed of `fresh`."""
-    return _attach.attach(list_model(), self.adapter, rngs=0)[0]
+    return _attach.attach(self.list_model(), self.adapter, rngs=0)[0]
 
   def is_shared(self, path: tuple) -> bool:
     """Whether the array at a path belongs to the whole model."""
     return self.adapter.slots()[path[-1]].shared
+
+  def in_stack(self, path: tuple, array: jax.Array) -> jax.Array:
+    """The array that `list_model` has at a path, of the one of the stack that it is part of."""
+    numbered = isinstance(path[1], int) and not self.is_shared(path)
+    return array[path[1]] if numbered else array
 
   @functools.cached_property
   def results(self) -> tuple[jax.Array, Any, Any]:
@@ -126,18 +164,33 @@ def _without_default(field: dataclasses.Field) -> bool:
   return field.init and field.default is missing and field.default_factory is missing
 
 
-@functools.cache
 def base_model(
-  sizes: tuple[int, int] = models.EVEN, applier: Any = 'scan', dtype: Any = None
+  sizes: tuple[int, int] = models.EVEN,
+  applier: Any = 'scan',
+  dtype: Any = None,
+  *,
+  points: bool = False,
 ) -> nnx.Module:
-  """The StackModel without adapters. One for all cases: nobody may write to it."""
-  return models.StackModel(sizes, applier=applier, dtype=dtype)
+  """The StackModel, or PointModel, without adapters. One for all cases: nobody may write to it."""
+  kind = models.PointModel if points else models.StackModel
+  return _made(kind, sizes, applier, dtype)
 
 
 @functools.cache
-def list_model() -> nnx.Module:
-  """The ListModel without adapters, likewise."""
-  return models.ListModel()
+def _made(kind: Any, *options: Any) -> nnx.Module:
+  """One for all cases; functools.cache tells arguments apart by how they are given."""
+  sizes, applier, dtype = options
+  return kind(sizes, applier=applier, dtype=dtype)
+
+
+def list_model(*, points: bool = False) -> nnx.Module:
+  """The ListModel, or a PointModel of a list, without adapters, likewise."""
+  return _listed(points)
+
+
+@functools.cache
+def _listed(points: bool) -> nnx.Module:
+  return models.PointModel(listed=True) if points else models.ListModel()
 
 
 @functools.cache
@@ -152,10 +205,14 @@ def stack_input(width: int = models.EVEN[0]) -> jax.Array:
   return jax.random.normal(jax.random.key(11), (BATCH, width))
 
 
-@functools.cache
-def base_output() -> jax.Array:
-  """What the StackModel computes without adapters."""
-  return forward(_parts.split(base_model()), stack_input())
+def base_output(*, points: bool = False) -> jax.Array:
+  """What the model computes without adapters."""
+  return forward(_parts.split(base_model(points=points)), stack_input())
+
+
+def list_path(path: tuple) -> tuple:
+  """The path in the stack of an array at a path of `list_model`."""
+  return path[:1] + path[2:] if isinstance(path[1], int) else path
 
 
 @jax.jit

@@ -40,6 +40,7 @@ def _refused(call: Any) -> str:
 
 def divides_as_claimed(case: cases.Case) -> None:
   """A quotient in dims ('in/block') that does not come out even is refused; without, all fits."""
+  case.needs_weights()
   model = nnx.eval_shape(lambda: _Layer(UNEVEN))
   words = _adapter.divided(case.adapter)
   message = _refused(lambda: _attach.attach(model, case.adapter))
@@ -75,6 +76,7 @@ def rows_can_differ_as_claimed(case: cases.Case) -> None:
 
 def experts_as_claimed(case: cases.Case) -> None:
   """Each of a stack of experts has arrays of its own and meets its own rows, or it is refused."""
+  case.needs_weights()
   width = 8
   layer = experts.ExpertDense(
     len(ROUTING), {'embed': width}, {'mlp': width}, rngs=nnx.Rngs(0), bias=True
@@ -122,6 +124,7 @@ def quantized_as_claimed(case: cases.Case) -> None:
   """On int8 and nf4 codes it gives what it gives on their numbers, or quantized_base is False."""
   from peftlab import quant
 
+  case.needs_weights()
   model = _Layer((16, 16))
   for name in ('int8', 'nf4') if case.thorough else ('nf4',):
     coded, _ = quant.quantize(model, name, tile=8)
@@ -138,7 +141,19 @@ def quantized_as_claimed(case: cases.Case) -> None:
     cases.assert_close(y, expected, f'{name} codes against their numbers', tolerance=1e-4)
 
 
+def asks_for_tokens_as_claimed(case: cases.Case) -> None:
+  """apply asks for the tokens of the batch, or reads_batch = False and it does not."""
+  case.needs_weights()
+  base = case.kernel.base()
+  case.adapter.apply(case.kernel.x, base, _adapter.Values(case.kernel.arrays))
+  said = case.adapter.reads_batch
+  assert base.asked == said, (
+    f'reads_batch is {said}, but apply {"asks" if base.asked else "does not"}'
+  )
+
+
 CLAIMS = (
+  asks_for_tokens_as_claimed,
   divides_as_claimed,
   rows_can_differ_as_claimed,
   experts_as_claimed,

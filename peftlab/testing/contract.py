@@ -59,16 +59,35 @@ def every_slot_is_read(case: cases.Case) -> None:
 
 
 def _apply_values(kernel: probe.Probe, values: _adapter.Values) -> jax.Array:
-  return kernel.adapter.apply(kernel.x, probe.PlainBase(kernel.weight), values)
+  return kernel.adapter.apply(kernel.x, kernel.base(), values)
 
 
 def keeps_shape(case: cases.Case) -> None:
   """x [..., in] becomes y [..., out] for any leading dimensions, row by row the same."""
+  case.needs_weights()
   kernel = case.kernel
   y = kernel.apply()
   assert y.shape == (probe.TOKENS, probe.SIZES[1]), f'y has shape {y.shape}'
   split = kernel.apply(x=kernel.x.reshape(2, -1, probe.SIZES[0]))
   cases.assert_close(split.reshape(y.shape), y, 'x [2, 3, in] against x [6, in]')
+
+
+def keeps_sequences(case: cases.Case) -> None:
+  """At a point [texts, length, out] comes back as long or longer, each text as alone."""
+  if not case.point:
+    raise cases.NotApplicable('it does not go on points')
+  kernel = case.kernel
+  y = kernel.apply()
+  texts, length, size = kernel.x.shape
+  more = y.shape[1] - length
+  assert more >= 0, f'y has shape {y.shape} for x {kernel.x.shape}'
+  assert y.shape == (texts, length + more, size), f'y has shape {y.shape} for x {kernel.x.shape}'
+  for text in range(texts):
+    alone = kernel.apply(x=kernel.x[text : text + 1])
+    cases.assert_close(alone[0], y[text], f'text {text} against itself alone')
+  none = kernel.apply(x=kernel.x[:, :0])
+  assert none.shape == (texts, more, size), f'y has shape {none.shape} for a text of no token'
+  cases.assert_close(none, y[:, :more], 'the rows in front, of a text of no token')
 
 
 def keeps_dtype(case: cases.Case) -> None:
@@ -194,6 +213,7 @@ CLAIMS = (
   slots_have_their_shape,
   every_slot_is_read,
   keeps_shape,
+  keeps_sequences,
   keeps_dtype,
   is_finite,
   has_no_memory,

@@ -23,8 +23,8 @@ def comes_back_from_disk(case: cases.Case) -> None:
     directory = pathlib.Path(folder, 'adapter')
     adapter_folder.save_adapter(_parts.merge(case.random), directory)
     tensors = safetensors.load_file(directory / adapter_folder.TENSORS)
-    again = adapter_folder.load_adapter(cases.base_model(), directory, name='again')
-    listed = adapter_folder.load_adapter(cases.list_model(), directory)
+    again = adapter_folder.load_adapter(case.base_model(), directory, name='again')
+    listed = adapter_folder.load_adapter(case.list_model(), directory)
   held = sum(tensor.nbytes for tensor in tensors.values())
   own = sum(a.size * _parts.bits(a.dtype) // 8 for a in jax.tree.leaves(case.random.adapter))
   assert 0 < held <= own, f'the file holds {held} bytes of arrays, the adapter has {own}'
@@ -34,8 +34,7 @@ def comes_back_from_disk(case: cases.Case) -> None:
     name = _parts.path_name(path)
     cases.assert_equal(_parts.flat(read.adapter)[path], array, f'{name} from disk')
   for path, array in _parts.flat(_parts.split(listed).adapter).items():
-    stacked = written[path[:1] + path[2:]]
-    stacked = stacked if case.is_shared(path) else stacked[path[1]]
+    stacked = case.in_stack(path, written[cases.list_path(path)])
     cases.assert_equal(array, stacked, f'{_parts.path_name(path)} in a list of layers')
 
 

@@ -54,15 +54,17 @@ def layers_start_differently(case: cases.Case) -> None:
 def same_seed_same_values(case: cases.Case) -> None:
   """The same seed gives the same first values, whatever the name, other sites and layer layout."""
   fresh = _parts.flat(case.fresh.adapter)
-  other, _ = _attach.attach(cases.base_model(), case.adapter, where='up', name='other')
+  other, _ = _attach.attach(
+    case.base_model(), case.adapter, where=case.attached[1].rows[-1].path, name='other'
+  )
   for path, array in _parts.flat(_parts.split(other).adapter).items():
     if case.is_shared(path):  # as large as the sites need, and of another size other numbers
       continue
     cases.assert_close(array, fresh[path], f'{_parts.path_name(path)}: other name, fewer sites')
   for path, array in _parts.flat(_parts.split(case.listed).adapter).items():
-    index, stacked = path[1], fresh[path[:1] + path[2:]]
+    stacked = case.in_stack(path, fresh[cases.list_path(path)])
     what = f'{_parts.path_name(path)}: list of layers against stack'
-    cases.assert_close(array, stacked if case.is_shared(path) else stacked[index], what)
+    cases.assert_close(array, stacked, what)
 
 
 def base_is_shared(case: cases.Case) -> None:
@@ -70,9 +72,9 @@ def base_is_shared(case: cases.Case) -> None:
   called = _parts.merge(_parts.split(case.listed))
   called(cases.stack_input())
   for name, before, after in (
-    ('attach', cases.base_model(), case.fresh),
-    ('3 steps of training', cases.base_model(), case.trained),
-    ('a call', cases.list_model(), called),
+    ('attach', case.base_model(), case.fresh),
+    ('3 steps of training', case.base_model(), case.trained),
+    ('a call', case.list_model(), called),
   ):
     try:
       _parts.assert_base_shared(before, after)
@@ -84,7 +86,7 @@ def costs_its_own_bytes(case: cases.Case) -> None:
   """Each of several adapters on one base adds exactly the bytes of its slots."""
   _, report = case.attached
   together = (case.fresh, case.other, case.random)
-  grown = _parts.nbytes([p.base for p in together]) - _parts.nbytes(cases.base_model())
+  grown = _parts.nbytes([p.base for p in together]) - _parts.nbytes(case.base_model())
   assert grown == 0, f'{len(together)} adapters made the base {grown} bytes larger'
   own = _parts.nbytes([p.adapter for p in together[:2]])
   assert own == 2 * report.nbytes, f'2 adapters of {report.nbytes} bytes have {own}'
@@ -96,7 +98,7 @@ def costs_its_own_bytes(case: cases.Case) -> None:
 
 def compiles_once(case: cases.Case) -> None:
   """Another name, seed, value or `initial` field of the same type compiles nothing new."""
-  model = _abstract(cases.base_model())
+  model = _abstract(case.base_model())
   x = cases.stack_input()
   chex.clear_trace_counter()
   run = jax.jit(chex.assert_max_traces(_forward, n=1))

@@ -8,7 +8,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _stack, appliers
+from peftlab import _points, _stack, appliers
 
 EVEN = (16, 24)  # divided by every axis of the meshes
 ODD = (15, 21)  # divided by none
@@ -72,6 +72,69 @@ class ListModel(nnx.Module):
     for layer in self.layers:
       x = layer(x)
     return x
+
+
+class PointBlock(nnx.Module):
+  """x + out(attention over all tokens), with points of its keys and of its values."""
+
+  def __init__(self, sizes: tuple[int, int] = EVEN, *, rngs: nnx.Rngs, dtype: Any = None):
+    """Sizes are (embed, features of keys and values)."""
+    embed, inner = sizes
+    options = dict(rngs=rngs, dtype=dtype)
+    self.q = nnx.Linear(embed, inner, **options, **_axes('embed', 'mlp'))
+    self.k = nnx.Linear(embed, inner, **options, **_axes('embed', 'mlp'))
+    self.v = nnx.Linear(embed, inner, **options, **_axes('embed', 'mlp'))
+    self.out = nnx.Linear(inner, embed, **options, **_axes('mlp', 'embed'))
+    self.keys = _points.Point('k', role='prefix')
+    self.values = _points.Point('v', role='prefix')
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """x [batch, length, embed] -> the same shape."""
+    k, v = self.keys(self.k(x)), self.values(self.v(x))
+    weights = jax.nn.softmax(jnp.einsum('bqd,bkd->bqk', self.q(x), k), axis=-1)
+    return x + self.out(jnp.einsum('bqk,bkd->bqd', weights, v))
+
+
+class PointModel(nnx.Module):
+  """Such blocks behind a layer with a point, in a stack run by an applier or in a list."""
+
+  def __init__(
+    self,
+    sizes: tuple[int, int] = EVEN,
+    *,
+    applier: str | appliers.Applier = 'scan',
+    dtype: Any = None,
+    listed: bool = False,
+  ):
+    embed, _ = sizes
+    first = nnx.Rngs(1)
+    self.first = nnx.Linear(embed, embed, rngs=first, dtype=dtype, **_axes('vocab', 'embed'))
+    self.inputs = _points.Point('first', role='inputs')
+
+    def make(rngs: nnx.Rngs) -> PointBlock:
+      return PointBlock(sizes, rngs=rngs, dtype=dtype)
+
+    if listed:
+      self.layers = nnx.List([make(nnx.Rngs(k)) for k in jax.random.split(jax.random.key(0), 2)])
+    else:
+      self.layers = _stack.stack(make, 2, rngs=0)
+    self.applier = appliers.get_applier(applier)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """x [batch, embed], texts of one token each -> the same shape."""
+    y = self.inputs(self.first(x[:, None]))
+    if isinstance(self.layers, nnx.List):
+      for layer in self.layers:
+        y = layer(y)
+    else:
+      y, self.layers = self.applier.run(self.layers, y, lambda layer, y: layer(y))
+    return y[:, -1]
+
+
+def point_sizes(role: str) -> list[tuple[int, int]]:
+  """(features, layers) of every point of a role in a PointModel of `EVEN` sizes."""
+  embed, inner = EVEN
+  return {'inputs': [(embed, 1)], 'prefix': [(inner, 2), (inner, 2)]}.get(role, [])
 
 
 class ZooModel(nnx.Module):

@@ -15,6 +15,7 @@ from peftlab import _adapter
 
 SIZES = (12, 20)
 TOKENS = 6
+SEQUENCES = (2, 3)  # texts, tokens
 
 
 PlainBase = _adapter.PlainBase
@@ -25,7 +26,7 @@ class Probe:
   """An adapter at one kernel.
 
   Attributes:
-    x: [tokens, in] in float32.
+    x: [tokens, in] in float32; of a type that goes on points [texts, tokens, out].
     weight: [in, out] in float32.
     bias: [out] in float32; `apply` leaves it to the layer to add.
     arrays: what `apply` gets, by slot, in their own dtypes.
@@ -41,8 +42,13 @@ class Probe:
     """y [..., out], everything in one dtype, as a layer does it."""
     x = self.x if x is None else x
     values = {n: as_seen(a, dtype) for n, a in self.arrays.items()}
-    base = PlainBase(self.weight.astype(dtype), self.bias.astype(dtype))
-    return self.adapter.apply(x.astype(dtype), base, _adapter.Values(values))
+    return self.adapter.apply(x.astype(dtype), self.base(dtype), _adapter.Values(values))
+
+  def base(self, dtype: Any = jnp.float32) -> Any:
+    """What `apply` gets for `base`."""
+    if self.adapter.point:
+      return _adapter.PointBase(self.weight.shape[1])
+    return PlainBase(self.weight.astype(dtype), self.bias.astype(dtype))
 
   def fuse(self) -> jax.Array:
     """The fused kernel [in, out]."""
@@ -112,6 +118,8 @@ def inputs(sizes: tuple[int, int] = SIZES) -> tuple[jax.Array, jax.Array]:
 def probe(adapter: _adapter.Adapter, *, random: bool = True) -> Probe:
   """An adapter at a kernel of `SIZES`, with its first values or with random ones."""
   x, weight = inputs()
+  if adapter.point:
+    x = jax.random.normal(jax.random.key(7), (*SEQUENCES, SIZES[1]))
   bias = jnp.linspace(-1.0, 1.0, weight.shape[1])
   arrays = slot_arrays(adapter, weight, jax.random.key(1), bias)
   if random:

@@ -14,8 +14,8 @@ from peftlab.testing import devices, models
 
 
 @functools.cache
-def _placed(mesh: str, sizes: tuple[int, int]) -> nnx.Module:
-  return _specs.place(cases.base_model(sizes), devices.meshes()[mesh])[0]
+def _placed(mesh: str, sizes: tuple[int, int], points: bool) -> nnx.Module:
+  return _specs.place(cases.base_model(sizes, points=points), devices.meshes()[mesh])[0]
 
 
 def _attached(case: cases.Case, model: nnx.Module) -> tuple[_parts.Parts, _parts.Parts]:
@@ -30,11 +30,11 @@ def same_on_every_mesh(case: cases.Case) -> None:
   y, _, gradients = case.results
   if case.thorough:
     sizes = (models.HALF[0] * cases.times(case.adapter), models.HALF[1])
-    single, random = _attached(case, cases.base_model(sizes))
+    single, random = _attached(case, case.base_model(sizes))
     x = cases.stack_input(sizes[0])
     y, _, gradients = cases.outputs_and_gradients(random, x)
   for mesh in _meshes(case):
-    fresh, parts = _attached(case, _placed(mesh, sizes))
+    fresh, parts = _attached(case, _placed(mesh, sizes, bool(case.point)))
     _compare(_parts.flat(fresh.adapter), _parts.flat(single.adapter), f'first values on {mesh}')
     got = cases.outputs_and_gradients(parts, x)
     cases.assert_close(got[0], y, f'outputs on {mesh}')
@@ -62,7 +62,7 @@ def arrays_are_sharded_like_their_kernel(case: cases.Case) -> None:
   if not cut:
     raise cases.NotApplicable('no slot has exactly one dimension of the kernel')
   for mesh_name, mesh in _meshes(case).items():
-    model, report = _attach.attach(_placed(mesh_name, models.EVEN), case.adapter)
+    model, report = _attach.attach(_placed(mesh_name, models.EVEN, bool(case.point)), case.adapter)
     dropped = [d for d in report.dropped if d.path.rpartition('.')[2] in cut]
     assert not dropped, f'on {mesh_name} it dropped {dropped}'
     adapter = _parts.flat(_parts.split(model).adapter)

@@ -9,7 +9,7 @@ import time
 
 import jax
 
-from peftlab import _adapter, _registry
+from peftlab import _adapter, _batch, _registry
 from peftlab.testing import case as cases
 from peftlab.testing import (
   claims,
@@ -100,12 +100,17 @@ def select(only: Iterable[str] = ()) -> tuple[Property, ...]:
 def check(claim: Property, case: cases.Case) -> Result:
   """Puts one case through one property. Whatever a plugin raises is a failure with its text.
 
-  It runs under JAX's own promotion of ranks and dtypes, whatever the caller's setting.
+  It runs under JAX's own promotion of ranks and dtypes, whatever the caller's setting. The models
+  have no texts: every row counts as behind any tokens that an adapter asks for.
   """
   start = time.perf_counter()
   status, reason = 'pass', ''
   try:
-    with jax.numpy_rank_promotion('allow'), jax.numpy_dtype_promotion('standard'):
+    with (
+      jax.numpy_rank_promotion('allow'),
+      jax.numpy_dtype_promotion('standard'),
+      _batch.offering(_batch.EVERYWHERE),
+    ):
       claim.check(case)
   except cases.NotApplicable as why:
     status, reason = 'n.a.', str(why)

@@ -67,8 +67,16 @@ def _both(
 
 def works_on_every_layer_type(case: cases.Case) -> None:
   """Linear, LinearGeneral, Einsum, Conv of odd widths: as apply on the layer as a matmul."""
+  case.needs_weights()
   times = cases.times(case.adapter)
   layers = LAYERS if case.thorough else ('conv', 'einsum')
+  if not case.adapter.conv:
+    try:
+      _attach.attach(cases.zoo_model(times), case.adapter, where='conv')
+    except ValueError:
+      layers = tuple(name for name in layers if name != 'conv')
+    else:
+      raise AssertionError('conv is False, but it was attached to a convolution')
   model, report = _attach.attach(cases.zoo_model(times), case.adapter, where=layers)
   assert sorted(row.path for row in report.rows) == sorted(layers), f'adapted {report.rows}'
   parts = cases.randomized(_parts.split(model))
@@ -78,6 +86,7 @@ def works_on_every_layer_type(case: cases.Case) -> None:
 
 def embeddings_as_claimed(case: cases.Case) -> None:
   """On an embedding apply works as on one-hot rows, or embeddings = False and it is refused."""
+  case.needs_weights()
   times = cases.times(case.adapter)
 
   def attach() -> tuple[nnx.Module, object]:

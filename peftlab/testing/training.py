@@ -25,12 +25,13 @@ def every_trainable_array_moves(case: cases.Case) -> None:
   """3 steps change every trainable array, in every layer."""
   flags = _parts.flat(_parts.trainable(case.fresh))
   after = _parts.flat(case.trained.adapter)
+  held = _parts.variables(_parts.outline(case.fresh))
   assert any(flags.values()), 'no slot is trainable'
   for path, before in _parts.flat(case.fresh.adapter).items():
     if not flags[path]:
       continue
-    stacked = before.shape[0] if not case.adapter.slots()[path[-1]].shared else 1
-    same = (np.asarray(before) == np.asarray(after[path])).reshape(stacked, -1).all(axis=1)
+    layers = before.shape[0] if held[path].get_metadata().get('stack') else 1
+    same = (np.asarray(before) == np.asarray(after[path])).reshape(layers, -1).all(axis=1)
     still = np.flatnonzero(same).tolist()
     assert not still, f'{_parts.path_name(path)} does not move in layers {still}'
 
@@ -51,15 +52,14 @@ def frozen_arrays_stay(case: cases.Case) -> None:
 def counts_what_it_trains(case: cases.Case) -> None:
   """The report's trainable numbers are those of the slots, times layers and sites."""
   report = case.attached[1]
-  embed, mlp = cases.models.EVEN
   expected, shared = 0, {}
-  for sizes in ({'in': embed, 'out': mlp}, {'in': mlp, 'out': embed}):
+  for sizes, layers in case.kernels:
     for name, slot in case.adapter.slots().items():
       shape = _adapter.slot_shape(slot, case.adapter, sizes=sizes)
       if slot.trainable and slot.shared:
         shared[name] = tuple(map(max, shape, shared.get(name, shape)))
       elif slot.trainable:
-        expected += math.prod(shape) * 2
+        expected += math.prod(shape) * layers
   expected += sum(map(math.prod, shared.values()))
   flags = _parts.flat(_parts.trainable(case.fresh))
   held = sum(a.size for p, a in _parts.flat(case.fresh.adapter).items() if flags[p])
@@ -82,7 +82,7 @@ def dropout_is_for_training(case: cases.Case) -> None:
   assert not _rng_counts(case.fresh), 'it holds an rng at dropout 0'
   fields: dict[str, Any] = {'dropout': 0.5}
   adapter = dataclasses.replace(case.adapter, **fields)
-  model, _ = _attach.attach(cases.base_model(), adapter)
+  model, _ = _attach.attach(case.base_model(), adapter)
   parts = _parts.split(model).replace(adapter=case.random.adapter)
   x = cases.stack_input()
   model = _parts.merge(parts)

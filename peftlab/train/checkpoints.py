@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from peftlab import _padded, _processes
 from peftlab.formats import files
 from peftlab.train import fields
 from peftlab.train.config import IMMATERIAL
@@ -53,13 +54,14 @@ class Checkpoints:
       max_to_keep=keep,
       create=True,
       cleanup_tmp_directories=True,
+      single_host_load_and_broadcast=_processes.count() > 1,
       async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
     )
     self._orbax = ocp.CheckpointManager(self.folder, options=options)
 
   def steps(self) -> list[int]:
     """The steps of the complete checkpoints, oldest first."""
-    return sorted(self._orbax.all_steps())
+    return sorted(map(int, self._orbax.all_steps()))  # numpy's, where they were broadcast
 
   def save(self, step: int, tree: Any, *, position: dict[str, Any]) -> None:
     """Copies the arrays of `tree` and writes them in the background; nothing where it exists.
@@ -72,7 +74,7 @@ class Checkpoints:
     if step in self._orbax.all_steps():
       return
     # Copies: on CPU orbax would write from the very buffers that the next update reuses.
-    arrays = {name: jnp.copy(array) for name, array in named_arrays(tree).items()}
+    arrays = {name: jnp.copy(a) for name, a in named_arrays(_padded.cut_tree(tree)).items()}
     about = {
       'format': FORMAT,
       'step': step,
@@ -88,7 +90,7 @@ class Checkpoints:
     """The newest checkpoint, or that of `step`, as (a tree like `tree`, its `about`).
 
     Args:
-      tree: says the structure, and where each array goes; any mesh will do.
+      tree: says the structure, and where each array goes, padded or not; any mesh will do.
       step: one of `steps()`.
 
     Raises:
@@ -108,13 +110,14 @@ class Checkpoints:
         f'{where} was trained on another base: its fingerprint is {about["base"]}, that of this '
         f'base {self._base}.'
       )
-    like = named_arrays(tree)
+    like = named_arrays(_padded.cut_tree(tree))
     _check_arrays(about['arrays'], like, where)
     shapes = {
       name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in like.items()
     }
     items = ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes))
-    return _unnamed(tree, self._orbax.restore(step, args=items)['arrays']), about
+    found = _unnamed(_padded.cut_tree(tree), self._orbax.restore(step, args=items)['arrays'])
+    return _padded.place_tree(found, tree), about
 
   def name(self, step: int) -> str:
     """What messages call a checkpoint."""
@@ -122,6 +125,11 @@ class Checkpoints:
 
   def set_aside(self, step: int) -> pathlib.Path:
     """Moves one checkpoint, whole, to a folder beside them; nothing is removed."""
+    target = pathlib.Path(_processes.by_first(lambda: str(self._move_aside(step))))
+    self._orbax.reload()
+    return target
+
+  def _move_aside(self, step: int) -> pathlib.Path:
     aside = self.folder.parent / DAMAGED
     aside.mkdir(exist_ok=True)
     numbers = itertools.count(2)
@@ -129,7 +137,6 @@ class Checkpoints:
     while target.exists():
       target = aside / f'{step}-{next(numbers)}'
     (self.folder / str(step)).rename(target)
-    self._orbax.reload()
     return target
 
   def close(self) -> None:

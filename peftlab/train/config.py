@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-from peftlab import _registry
-from peftlab.train import fields, optimizers
+from peftlab import _padded, _registry, _sites
+from peftlab.train import adapter_words, fields, optimizers
 from peftlab.train.fields import check_choice, check_range
 
 DTYPES = ('bfloat16', 'float16', 'float32')
@@ -22,6 +21,8 @@ IMMATERIAL = (
   'mesh.fsdp',
   'mesh.tensor',
   'mesh.stage',
+  'mesh.expert',
+  'mesh.indivisible',
   'base.applier',
   'base.remat',
   'base.saved',
@@ -125,16 +126,27 @@ class MeshConfig:
     fsdp: over which rows and base are split.
     tensor: over which heads and the MLP are split.
     stage: over which the layers are split (base.applier=pipeline).
+    expert: over which experts are split.
+    indivisible: where an axis does not divide a dimension of an array: drop (it is not used there),
+      pad (the dimension is stored longer, in memory alone), error (the run is refused).
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
   stage: int = 1
+  expert: int = 1
+  indivisible: str = 'drop'
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """{axis: size}."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:5]}
 
   def __post_init__(self):
     _settle(self, 'mesh.')
-    sizes = dataclasses.asdict(self)
+    check_choice('mesh.indivisible', self.indivisible, _padded.INDIVISIBLE)
+    sizes = self.sizes
     for name, size in sizes.items():
       if size < 1 and size != -1:
         raise ValueError(f'mesh.{name} is {size}; it must be at least 1, or -1 for the rest.')
@@ -200,6 +212,8 @@ class TrainConfig:
     eps: added to the root of that mean.
     clip_norm: longest gradient over all trainable arrays; 0: no clipping.
     accumulate: microbatches per update; it divides data.batch.
+    load_balancing: factor of the load-balancing loss of routers (arXiv:2101.03961, eq. 4), which
+      is then part of the loss, over the tokens of a microbatch that are no padding; 0: none.
     spike_skip: a step whose loss is above this many times the running mean is left out; 0: none.
     role_rates: factors of the learning rate by slot role: b=16 for LoRA+ (arXiv:2402.12354).
     eval_every: steps between evaluations; 0: at the start and the end only.
@@ -221,6 +235,7 @@ class TrainConfig:
   eps: float = 1e-8
   clip_norm: float = 1.0
   accumulate: int = 1
+  load_balancing: float = 0.0
   spike_skip: float = 0.0
   role_rates: tuple[str, ...] = ()
   eval_every: int = 0
@@ -239,38 +254,14 @@ class TrainConfig:
     check_range('train.steps', self.steps, 1, 2**31 - 1)  # they are counted in int32
     for name in ('learning_rate', 'weight_decay', 'clip_norm', 'eval_every', 'checkpoint_every'):
       check_range(f'train.{name}', getattr(self, name), 0)
-    for name in ('eps', 'samples', 'sample_tokens'):
+    for name in ('eps', 'load_balancing', 'samples', 'sample_tokens'):
       check_range(f'train.{name}', getattr(self, name), 0)
     for name in ('b1', 'b2'):
       check_range(f'train.{name}', getattr(self, name), 0, 1)
     check_range('train.warmup_steps', self.warmup_steps, 0, self.steps)
     if self.spike_skip and self.spike_skip <= 1:
       raise ValueError(f'train.spike_skip is {self.spike_skip}; it must be above 1, or 0 for none.')
-    role_rates(self.role_rates)
-
-
-def role_rates(pairs: tuple[str, ...]) -> dict[str, float]:
-  """('b=16',) -> {'b': 16.0}.
-
-  Raises:
-    ValueError: a pair that is not ROLE=NUMBER, a number that is not finite or below 0, or a role
-      that is given twice.
-  """
-  rates = {}
-  for pair in pairs:
-    role, _, number = pair.partition('=')
-    try:
-      rate = float(number)
-    except ValueError as error:
-      raise ValueError(
-        f'train.role_rates has {pair!r}; expected ROLE=NUMBER, b=16 for example.'
-      ) from error
-    if not 0 <= rate < math.inf:
-      raise ValueError(f'train.role_rates has {pair!r}; expected a finite number, at least 0.')
-    if role in rates:
-      raise ValueError(f'train.role_rates has the role {role!r} twice: {", ".join(pairs)}.')
-    rates[role] = rate
-  return rates
+    optimizers.role_rates(self.role_rates)
 
 
 def _default_adapter() -> Any:
@@ -287,8 +278,16 @@ class Experiment:
     base: the frozen model.
     mesh: the devices.
     adapter: an instance of a registered adapter type; its fields are its flags.
-    where: layers to adapt: all-linear, ends of paths (attn.q), regular expressions.
+    adapters: layers that get another one: PATTERN=TYPE(FIELD=VALUE, ...), mlp=dora(rank=16) for
+      example; the first pattern that names a layer wins, and the layers of `where` that none names
+      get `adapter`.
+    patterns: other values of a field for some layers: PATTERN:FIELD=VALUE, attn.q:rank=4 for
+      example; the first pattern wins, for each field by itself.
+    where: layers to adapt: all-linear, ends of paths (attn.q), regular expressions; none: those
+      that the adapter's type is for, all-linear or its points.
     exclude: layers to leave alone, in the same words.
+    experts: whether each expert of a layer has arrays of its own, or all share one set: each, one,
+      or PATTERN=one, the first that names a layer wins.
     data: the text.
     train: the optimization.
   """
@@ -301,13 +300,16 @@ class Experiment:
     default_factory=_default_adapter,
     metadata={'registry': _registry.adapters},
   )
-  where: tuple[str, ...] = ('all-linear',)
+  adapters: tuple[str, ...] = ()
+  patterns: tuple[str, ...] = ()
+  where: tuple[str, ...] = ()
   exclude: tuple[str, ...] = ()
+  experts: tuple[str, ...] = ('each',)
   data: DataConfig = DataConfig()
   train: TrainConfig = TrainConfig()
 
   def __post_init__(self):
-    for name in ('where', 'exclude'):
+    for name in ('where', 'exclude', 'experts', 'adapters', 'patterns'):
       if isinstance(getattr(self, name), str):
         object.__setattr__(self, name, (getattr(self, name),))
     _check_sections(self)
@@ -320,6 +322,48 @@ class Experiment:
         f'train.accumulate is {self.train.accumulate}; it must divide data.batch '
         f'({self.data.batch}).'
       )
+    expert_words(self.experts)
+    others = adapter_words.adapters(self.adapters)
+    adapter_words.by_field(self.patterns, [self.adapter, *others.values()])
+
+  def spread(self, adapter: Any = None) -> Any:
+    """What `attach` is given: the adapter, or {pattern: adapter} where some layers get others.
+
+    Args:
+      adapter: in the place of the experiment's.
+    """
+    own = self.adapter if adapter is None else adapter
+    others = adapter_words.adapters(self.adapters)
+    return (
+      others | {p: own for p in self.where or (own.where,) if p not in others} if others else own
+    )
+
+  @property
+  def targets(self) -> dict[str, Any]:
+    """What `attach` is told of the layers."""
+    others = list(adapter_words.adapters(self.adapters).values())
+    return {
+      'where': None if self.adapters else self.where or None,
+      'fields': adapter_words.by_field(self.patterns, [self.adapter, *others]),
+      'exclude': self.exclude,
+      'experts': expert_words(self.experts),
+    }
+
+
+def expert_words(given: tuple[str, ...]) -> dict[str, str]:
+  """('mlp.down=one', 'each') -> {'mlp.down': 'one', '': 'each'}: what `attach` takes as `experts`.
+
+  Raises:
+    ValueError: another word than each or one, or a pattern that is given twice.
+  """
+  words: dict[str, str] = {}
+  for item in given:
+    pattern, _, word = item.rpartition('=')
+    check_choice('experts', word, _sites.EXPERTS)
+    if pattern in words:
+      raise ValueError(f'experts has {pattern or "a word for all layers"!r} twice: {given}.')
+    words[pattern] = word
+  return words
 
 
 def _check_sections(experiment: Experiment) -> None:

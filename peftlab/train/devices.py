@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import math
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from peftlab import _specs
+from peftlab import _processes, _specs
 from peftlab.train.config import Experiment, MeshConfig
 
 
@@ -22,9 +21,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
     devices: default: those there are.
 
   Raises:
-    ValueError: there are too few devices, or the rest (-1) is not a whole number.
+    ValueError: there are too few devices, the rest (-1) is not a whole number, or several processes
+      would not all take part.
   """
-  sizes, devices = dataclasses.asdict(config), jax.devices() if devices is None else devices
+  all_of_them = devices is None
+  sizes, devices = config.sizes, jax.devices() if devices is None else devices
   fixed = math.prod(size for size in sizes.values() if size > 0)
   for name, size in sizes.items():
     if size == -1:
@@ -34,6 +35,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
         )
       sizes[name] = len(devices) // fixed
   count = math.prod(sizes.values())
+  if all_of_them and _processes.count() > 1 and count < len(devices):
+    _refuse_part(sizes, count)
   if count == 1:
     return None
   if count > len(devices):
@@ -42,12 +45,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
   return _specs.make_mesh(sizes, devices[:count])
 
 
+def _refuse_part(sizes: Mapping[str, int], count: int) -> None:
+  """Several processes train together on all of their devices, or not at all."""
+  shown = ' x '.join(f'{n} {s}' for n, s in sizes.items())
+  raise ValueError(
+    f'mesh is {shown}, which takes {count} of the {jax.device_count()} devices of '
+    f'{_processes.count()} processes; expected all of them, --config.mesh.fsdp=-1 for example.'
+  )
+
+
 def place_batch(batch: Mapping[str, Any], mesh: jax.sharding.Mesh | None) -> dict[str, jax.Array]:
-  """[rows, length] arrays on the devices, rows over the axes of 'batch'."""
+  """[rows, length] arrays on the devices, rows over the axes of 'batch'.
+
+  Every process is given all rows and hands its own devices theirs: nothing is sent.
+  """
   if mesh is None:
     return {name: jax.device_put(array) for name, array in batch.items()}
   sharding = NamedSharding(mesh, _specs.spec_for(('batch', 'length'), mesh))
-  return {name: jax.device_put(array, sharding) for name, array in batch.items()}
+  return {name: _processes.put(array, sharding) for name, array in batch.items()}
 
 
 def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh | None) -> None:

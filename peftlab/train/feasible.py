@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import pathlib
+from typing import Any
 import warnings
 
 from flax import nnx
 import jax
 
-from peftlab import _attach, _parts
-from peftlab.models import load
+from peftlab import _attach, _parts, _processes
+from peftlab.models import load, routing
 from peftlab.train import devices, page, step
 from peftlab.train.config import Experiment
 from peftlab.train.opt_state import StepOptions, optimizer, partition
@@ -21,7 +23,29 @@ _LIMITS = ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def check(experiment: Experiment) -> nnx.Module:
-  """The base as shapes, where the experiment fits it and its devices.
+  """The base as shapes, where the experiment fits it and its devices; see `outlined`."""
+  return outlined(experiment).base
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+  """What is known of a run before a weight is read.
+
+  Attributes:
+    base: the frozen model, as shapes.
+    report: the table of what is adapted.
+    sizes: bytes of what lies in memory at once in every step, {what: bytes}.
+    memory: bytes that there are on the devices, None where that is not known.
+  """
+
+  base: nnx.Module
+  report: Any
+  sizes: dict[str, int]
+  memory: int | None
+
+
+def outlined(experiment: Experiment) -> Outline:
+  """An experiment on the shapes of its base: only the headers of files are read.
 
   Raises:
     ValueError: no such base, too few devices, a pattern that matches no layer, an adapter that
@@ -38,19 +62,25 @@ def check(experiment: Experiment) -> nnx.Module:
   check_length(experiment, shapes)
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')  # they are told when the adapter is attached
-    model, _ = _attach.attach(
+    model, report = _attach.attach(
       shapes,
-      experiment.adapter,
-      where=experiment.where,
-      exclude=experiment.exclude,
+      experiment.spread(),
+      **experiment.targets,
+      indivisible=experiment.mesh.indivisible,
       rngs=experiment.seed,
       name=experiment.name,
+    )
+  factor = experiment.train.load_balancing
+  if factor and not any(isinstance(node, routing.Router) for _, node in nnx.iter_graph(shapes)):
+    raise ValueError(
+      f'train.load_balancing is {factor}, but {base.source} has no router; expected 0.'
     )
   parts, options = _parts.split(model), StepOptions.of(experiment.train)
   step.check_roles(parts, options)
   places = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-  check_memory(sizes(parts, options), memory(places))
-  return shapes
+  needed, there = sizes(parts, options), memory(places)
+  check_memory(needed, there)
+  return Outline(shapes, report, needed, there)
 
 
 def sizes(parts: _parts.Parts, options: StepOptions) -> dict[str, int]:
@@ -78,12 +108,15 @@ def check_memory(needed: Mapping[str, int], there: int | None) -> None:
 
 def memory(places: list[jax.Device]) -> int | None:
   """Bytes that some devices have left, together; None where they do not say."""
+  own = [device for device in places if device.process_index == jax.process_index()]
   if places[0].platform == 'cpu':
-    return host_memory()
-  stats = [device.memory_stats() or {} for device in places]
+    there = host_memory()
+    return there and there * _processes.count()  # as if each had a machine of its own
+  stats = [device.memory_stats() or {} for device in own]
   if not all('bytes_limit' in found for found in stats):
     return None
-  return sum(found['bytes_limit'] - found.get('bytes_in_use', 0) for found in stats)
+  left = sum(found['bytes_limit'] - found.get('bytes_in_use', 0) for found in stats)
+  return left * len(places) // len(own)
 
 
 def host_memory() -> int | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _parts
+from peftlab import _padded, _parts, _processes
 
 SAMPLE = 256
 
@@ -28,20 +28,21 @@ def fingerprint(base: Any) -> str:
   arrays = {
     f'{_parts.path_name(path)}{jax.tree_util.keystr(inner)}': leaf
     for path, value in _parts.flat(base).items()
-    for inner, leaf in jax.tree.leaves_with_path(value)
+    for inner, leaf in jax.tree.leaves_with_path(value, is_leaf=_padded.is_padded)
   }
   arrays = dict(sorted(arrays.items()))
   digest = hashlib.sha256()
-  for name, (sample, total) in zip(arrays, _summaries(list(arrays.values())), strict=True):
+  summaries = jax.tree.map(_processes.host, _summaries(list(arrays.values())))
+  for name, (sample, total) in zip(arrays, summaries, strict=True):
     array = arrays[name]
     digest.update(f'{name} {tuple(array.shape)} {array.dtype} {int(total)}\n'.encode())
-    digest.update(np.asarray(sample).tobytes())
+    digest.update(sample.tobytes())
   return digest.hexdigest()[:16]
 
 
 @jax.jit
 def _summaries(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-  return [_summary(array) for array in arrays]
+  return [_summary(_padded.cut(array)) for array in arrays]
 
 
 def _summary(array: jax.Array) -> tuple[jax.Array, jax.Array]:

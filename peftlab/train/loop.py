@@ -9,6 +9,9 @@ import signal
 import threading
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
+
 from peftlab.train.progress import Progress
 from peftlab.train.run import Run
 
@@ -26,11 +29,21 @@ class Flag:
 
   def __init__(self) -> None:
     self.is_set = self.interrupted = False
+    self._steps = 0
+
+  def look(self) -> None:
+    """Asks the other processes, where there may be some: all stop at the same step, or none."""
+    self._steps += 1
+    if jax.distributed.is_initialized() and not self.is_set:
+      self.is_set = multihost_utils.reached_preemption_sync_point(self._steps)
 
 
 @contextlib.contextmanager
 def preemption() -> Generator[Flag]:
   """Within the block SIGTERM and Ctrl-C set a flag; a second Ctrl-C ends the process at once.
+
+  Where the process has joined others, SIGTERM is left to JAX's preemption service: whoever of them
+  gets one, all stop at the same step (`Flag.look`). Ctrl-C is then passed on as a SIGTERM.
 
   Raises:
     KeyboardInterrupt: at the end of the block, after a Ctrl-C.
@@ -47,9 +60,14 @@ def preemption() -> Generator[Flag]:
         raise KeyboardInterrupt
       os.write(2, b'\npeftlab: saving; Ctrl-C again ends at once\n')
       flag.interrupted = True
-    flag.is_set = True
+    if joined:
+      os.kill(os.getpid(), signal.SIGTERM)
+    else:
+      flag.is_set = True
 
-  before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+  joined = jax.distributed.is_initialized()
+  numbers = (signal.SIGINT,) if joined else (signal.SIGTERM, signal.SIGINT)
+  before = {number: signal.signal(number, stop) for number in numbers}
   try:
     yield flag
   finally:
@@ -80,6 +98,7 @@ def train(runs: Sequence[Run], *, say: Callable[[str], None] = print) -> Progres
       for run in runs:
         if not run.done and not stop.is_set:
           _report(progress, run, run.update())
+          stop.look()
     for run in runs:
       _report(progress, run, run.settle())
     progress.close()

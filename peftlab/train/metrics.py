@@ -15,6 +15,17 @@ FILE = 'metrics.jsonl'
 Record = dict[str, Any]
 
 
+class Unwritten:
+  """A record that another process writes."""
+
+  def write(self, kind: str, step: int, **values: Any) -> None:
+    """Nothing."""
+    del kind, step, values
+
+  def close(self) -> None:
+    """Nothing."""
+
+
 class MetricsLog:
   """Appends records to DIR/metrics.jsonl, and their numbers to TensorBoard files in DIR.
 

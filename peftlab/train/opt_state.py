@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from peftlab import _parts
+from peftlab import _padded, _parts, _processes
+from peftlab.models import routing
 from peftlab.train import config, optimizers
 
 Tree = Any
@@ -32,6 +33,7 @@ class StepOptions:
   eps: float = 1e-8
   clip_norm: float = 0.0
   accumulate: int = 1
+  load_balancing: float = 0.0
   spike_skip: float = 0.0
   role_rates: tuple[str, ...] = ()
 
@@ -65,12 +67,13 @@ class OptState:
   weight_decay: jax.Array
 
 
-def training_parts(model: nnx.Module) -> _parts.Parts:
+def training_parts(model: nnx.Module, *, recording: bool = False) -> _parts.Parts:
   """The parts of `model` in training mode (dropout on); the model given is untouched.
 
-  The adapter's arrays are copies, for the step donates them; the base's are the very same.
+  The adapter's arrays are copies, for the step donates them; the base's are the very same. With
+  `recording` its routers keep a record, which `load_balancing` needs.
   """
-  model = _parts.merge(_parts.split(model))
+  model = routing.record_routing(model) if recording else _parts.merge(_parts.split(model))
   model.train()
   parts = _parts.split(model)
   return parts.replace(adapter=_copied(parts.adapter))
@@ -102,17 +105,18 @@ def init_opt_state(
   if not jax.tree.leaves(trained):
     raise ValueError('The adapter has no trainable array, so there is nothing to train.')
   beside = _replicated(jax.tree.leaves(trained)[0].sharding)
+  found = optimizer(options, 1.0, 0.0).init(_padded.cut_tree(trained))
 
   def number(value: float, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.device_put(jnp.asarray(value, dtype), beside)
+    return _processes.put(jnp.asarray(value, dtype), beside)
 
   def placed(array: jax.Array) -> jax.Array:
     """What lies on one device while the adapter lies on a mesh goes to all of it."""
     alone = len(array.sharding.device_set) < len(beside.device_set)
-    return jax.device_put(array, beside if alone or not array.ndim else array.sharding)
+    return _processes.put(array, beside if alone or not array.ndim else array.sharding)
 
   return OptState(
-    inner=jax.tree.map(placed, optimizer(options, 1.0, 0.0).init(trained)),
+    inner=stored_as(jax.tree.map(placed, found), trained),
     state=jax.tree.map(placed, _copied(parts.state)),
     step=number(0, jnp.int32),
     skipped=number(0, jnp.int32),
@@ -120,6 +124,18 @@ def init_opt_state(
     learning_rate=number(learning_rate),
     weight_decay=number(weight_decay),
   )
+
+
+def stored_as(inner: Tree, trained: Tree) -> Tree:
+  """An optimizer's state in which a moment of a padded array is padded as that is."""
+  wide = {p: a for p, a in _parts.flat(trained).items() if _padded.is_padded(a)}
+
+  def moment(path: tuple, leaf: Any) -> Any:
+    keys = tuple(getattr(k, 'key', getattr(k, 'name', getattr(k, 'idx', None))) for k in path)
+    same = [a for p, a in wide.items() if keys[-len(p) :] == p and a.shape == leaf.shape]
+    return _padded.place_tree(leaf, same[0]) if same else leaf
+
+  return jax.tree_util.tree_map_with_path(moment, inner) if wide else inner
 
 
 def _copied(tree: Tree) -> Tree:

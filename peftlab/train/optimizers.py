@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -97,3 +98,27 @@ def wsd(steps: int, warmup_steps: int) -> Schedule:
   fall = optax.linear_schedule(1.0, 0.0, max(steps - start, 1))
   hold = optax.constant_schedule(1.0)
   return _after_warmup(warmup_steps, optax.join_schedules([hold, fall], [start - warmup_steps]))
+
+
+def role_rates(pairs: tuple[str, ...]) -> dict[str, float]:
+  """('b=16',) -> {'b': 16.0}.
+
+  Raises:
+    ValueError: a pair that is not ROLE=NUMBER, a number that is not finite or below 0, or a role
+      that is given twice.
+  """
+  rates = {}
+  for pair in pairs:
+    role, _, number = pair.partition('=')
+    try:
+      rate = float(number)
+    except ValueError as error:
+      raise ValueError(
+        f'train.role_rates has {pair!r}; expected ROLE=NUMBER, b=16 for example.'
+      ) from error
+    if not 0 <= rate < math.inf:
+      raise ValueError(f'train.role_rates has {pair!r}; expected a finite number, at least 0.')
+    if role in rates:
+      raise ValueError(f'train.role_rates has the role {role!r} twice: {", ".join(pairs)}.')
+    rates[role] = rate
+  return rates

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import html
+import math
 import pathlib
 from typing import Any
 
@@ -140,7 +141,7 @@ def _tiles(stories: Sequence[Story], more: Mapping[str, str]) -> str:
 
 def _curves(story: Story) -> str:
   points = {
-    kind: [(r['step'], r['loss']) for r in story.records if r['kind'] == kind and r.get('loss')]
+    kind: [(r['step'], r['loss']) for r in story.records if r['kind'] == kind and _told(r)]
     for kind in ('train', 'eval')
   }
   name = story.summary['name']
@@ -157,11 +158,17 @@ def _curves(story: Story) -> str:
   )
 
 
+def _told(record: metrics.Record) -> bool:
+  """Whether a record has a loss that a chart can show; 0 is one, NaN and infinity are not."""
+  loss = record.get('loss')
+  return loss is not None and math.isfinite(loss)
+
+
 def _before_after(stories: Sequence[Story]) -> str:
   """Bars of the held-out losses, from 0."""
   bars = []
   losses = [s.summary[f'held_out_{when}'] for s in stories for when in ('before', 'after')]
-  most = max((value for value in losses if value is not None), default=0.0)
+  most = max((value for value in losses if value is not None), default=0.0) or 1.0
   for story in stories:
     for when in ('before', 'after'):
       value = story.summary[f'held_out_{when}']

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any
 
+from peftlab import _processes
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -27,7 +29,8 @@ class Progress:
     self._losses: dict[str, str] = {}
     self._marks: list[tuple[float, int]] = []  # (time, tokens of the step), the first left out
     self._said = 0.0
-    self._bar = _bar(total, done) if sys.stderr.isatty() else None
+    shown = sys.stderr.isatty() and _processes.is_first()
+    self._bar = _bar(total, done) if shown else None
 
   def update(self, name: str, *, loss: float, tokens: int) -> None:
     """One more step is done.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 import pathlib
 import time
+from typing import Any
 
 import jax
 
-from peftlab import _parts, _specs
+from peftlab import _parts, _processes, _specs
 from peftlab.serve import decoding
 from peftlab.train import devices, evaluate, metrics
 from peftlab.train.text import Text
@@ -36,12 +37,15 @@ class Record:
     """Opens the files, for appending; see `metrics.MetricsLog` for `step`."""
     self.name, self.folder, self.text = name, folder, text
     self._mesh, self._say = mesh, say
-    self._log = metrics.MetricsLog(folder, step=step)
+    # Read once: of several processes one writes on while the others would still look.
+    self._has = {(r['kind'], r['step']) for r in self.read() if step is None or r['step'] <= step}
+    first = _processes.is_first()
+    self._log = metrics.MetricsLog(folder, step=step) if first else metrics.Unwritten()
     self._started = time.monotonic()
 
   def has(self, kind: str, step: int) -> bool:
     """Whether there is a record of a kind and a step."""
-    return any(r['kind'] == kind and r['step'] == step for r in self.read())
+    return (kind, step) in self._has
 
   def read(self) -> list[metrics.Record]:
     """All of it, see `metrics.read_metrics`."""
@@ -50,7 +54,7 @@ class Record:
   def train(self, step: int, values: dict[str, float]) -> None:
     """The metrics of one update, with the seconds since the start of this process's run."""
     seconds = round(time.monotonic() - self._started, 3)
-    self._log.write('train', step, **values, seconds=seconds)
+    self._write('train', step, **values, seconds=seconds)
 
   def evaluate(self, parts: _parts.Parts, step: int) -> None:
     """The held-out loss."""
@@ -59,7 +63,7 @@ class Record:
 
   def held_out(self, value: float, step: int) -> None:
     """A held-out loss that was found elsewhere."""
-    self._log.write('eval', step, loss=value)
+    self._write('eval', step, loss=value)
     self._say(f'{self.name}: held-out loss {value:.4f} at step {step}')
 
   def sample(self, parts: _parts.Parts, step: int, *, tokens: int) -> None:
@@ -71,7 +75,11 @@ class Record:
     made = decoding.generate(model, prompts, max_tokens=tokens, stop=stop)
     pairs = zip(prompts, made, strict=True)
     texts = [{'prompt': tokenizer.decode(p), 'text': tokenizer.decode(ids)} for p, ids in pairs]
-    self._log.write('samples', step, texts=texts)
+    self._write('samples', step, texts=texts)
+
+  def _write(self, kind: str, step: int, **values: Any) -> None:
+    self._log.write(kind, step, **values)
+    self._has.add((kind, step))
 
   def close(self) -> None:
     """Closes the files."""

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _attach, _parts, _specs
+from peftlab import _attach, _parts, _processes, _specs
 from peftlab.train import devices, fields, metrics, step
 from peftlab.train import workdir as workdirs
 from peftlab.train.checkpoints import Checkpoints, DamagedError
@@ -19,7 +19,7 @@ from peftlab.train.config import Experiment
 from peftlab.train.fingerprint import fingerprint
 from peftlab.train.opt_state import StepOptions, init_opt_state, training_parts
 from peftlab.train.record import Record
-from peftlab.train.text import Text, check_lengths
+from peftlab.train.text import Text, check_text
 
 
 class Run:
@@ -65,7 +65,7 @@ class Run:
       ValueError: what the config asks for does not fit the model, or a checkpoint is refused.
     """
     devices.check_batch(experiment, mesh)
-    check_lengths(experiment, text, base_model)
+    check_text(experiment, text, base_model)
     self.experiment, self.base_model = experiment, base_model
     self.status, self.step = 'running', 0
     self.mesh, self._say = mesh, say
@@ -75,7 +75,8 @@ class Run:
     self._held_out = text.held_out_id
     folder = pathlib.Path(workdir)
     metrics.read_metrics(folder)  # a damaged record is refused before anything is written
-    workdirs.write_config(folder, experiment)
+    if _processes.is_first():
+      workdirs.write_config(folder, experiment)
     self._store = Checkpoints(
       folder / workdirs.CHECKPOINTS,
       config=fields.to_dict(experiment),
@@ -93,14 +94,14 @@ class Run:
     experiment, train = self.experiment, self.experiment.train
     model, self.report = _attach.attach(
       self.base_model,
-      experiment.adapter,
-      where=experiment.where,
-      exclude=experiment.exclude,
+      experiment.spread(),
+      **experiment.targets,
+      indivisible=experiment.mesh.indivisible,
       rngs=experiment.seed,
       name=experiment.name,
     )
     self._evaluated = _parts.evaluation_parts(model).replace(adapter={})
-    self._parts = training_parts(model)
+    self._parts = training_parts(model, recording=train.load_balancing > 0)
     options = StepOptions.of(train)
     rates = {'learning_rate': train.learning_rate, 'weight_decay': train.weight_decay}
     self._state = init_opt_state(self._parts, options, **rates)
@@ -226,6 +227,11 @@ class Run:
     train = self.experiment.train
     if number % train.log_every == 0 or number in (1, train.steps) or not finite:
       self.record.train(number, numbers)
+    if number == 1 and numbers['grad_norm'] == 0:
+      self._say(
+        f'{self.experiment.name}: no array moves: the first gradient is 0 everywhere. Is a scale '
+        '(alpha) 0, or is no token to be predicted?'
+      )
     if not finite and self.status == 'running':
       self.status = 'diverged'
       # That of the step before holds the very arrays that gave this loss.

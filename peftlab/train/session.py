@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from peftlab import _parts, _specs, appliers, quant
+from peftlab import _padded, _parts, _processes, _specs, appliers, quant
 from peftlab.data.tokenizers import Tokenizer
 from peftlab.formats import adapter_folder, files
 from peftlab.models import load
@@ -21,14 +21,15 @@ from peftlab.train import devices, feasible, fields, loop, page, summary
 from peftlab.train import workdir as workdirs
 from peftlab.train.config import Experiment
 from peftlab.train.run import Run
-from peftlab.train.text import Text, check_lengths, load_text
+from peftlab.train.text import Text, check_text, load_text
 
 Say = Callable[[str], None]
 
 
 def say_now(line: str) -> None:
-  """Prints a line at once, also into a pipe."""
-  print(line, flush=True)
+  """Prints a line at once, also into a pipe; of several processes the first does."""
+  if _processes.is_first():
+    print(line, flush=True)
 
 
 def load_base(
@@ -39,7 +40,9 @@ def load_base(
   mesh, base = devices.make_mesh(experiment.mesh), experiment.base
   devices.check_batch(experiment, mesh)
   applier = base.make_applier()
+  indivisible = experiment.mesh.indivisible
   options: dict[str, Any] = {'applier': applier, 'dtype': base.dtype, 'saved': base.saved or None}
+  options['indivisible'] = indivisible
   model = load.load_model(base.source, mesh, **options, **base.quantization)
   shape = dict(mesh.shape) if mesh is not None else '1 device'
   say(f'base: {base.source} on {shape}, {time.monotonic() - started:.1f} s')
@@ -48,8 +51,11 @@ def load_base(
   if isinstance(applier, appliers.Pipeline):
     for stack in model.stacks:
       say(f'pipeline: {applier.plan(stack, mesh)}')
-  for dropped in _specs.shardings(model, mesh)[1] if mesh is not None else ():
-    say(f'dropped: {dropped}')
+  dropped = _specs.shardings(model, mesh)[1] if mesh is not None else []
+  for lost in _padded.explained(dropped, model) if indivisible == 'pad' else dropped:
+    say(f'dropped: {lost}')
+  for wide in _padded.paddings(model):
+    say(f'padded: {wide}')
   return model, mesh
 
 
@@ -59,11 +65,11 @@ def prepare(
   """The text of an experiment, after everything that can be checked before its base is loaded.
 
   Raises:
-    ValueError: see `feasible.check`, `load_text` and `check_lengths`.
+    ValueError: see `feasible.check`, `load_text` and `check_text`.
   """
   shapes = feasible.check(experiment)
   text = load_text(experiment, tokenizer=tokenizer, say=say)
-  check_lengths(experiment, text, shapes)
+  check_text(experiment, text, shapes)
   return text
 
 
@@ -122,7 +128,7 @@ def train(
     The exit code, see `loop.EXIT_CODES`.
   """
   with workdirs.claimed(workdir, experiment, overwrite=overwrite) as folder:
-    done = finished(folder)
+    done = _processes.by_first(lambda: finished(folder))
     if done is not None:
       say(summary.table([done]))
       say(f'{folder} holds this run, complete. --overwrite trains it anew.')
@@ -133,9 +139,9 @@ def train(
     run, numbers = fit(experiment, base_model, workdir=folder, **options)
     if run.status == 'ok':
       save_adapter(run, folder)
-    write_results(
-      folder, [run], [numbers], title=experiment.name, command=shlex.join(command), say=say
-    )
+    if _processes.is_first():
+      title, told = experiment.name, shlex.join(command)
+      write_results(folder, [run], [numbers], title=title, command=told, say=say)
     return loop.EXIT_CODES[run.status]
 
 

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from peftlab import _layer, _parts
+from peftlab import _layer, _padded, _parts
 from peftlab._adapter import Slot
-from peftlab.train import config, fields, hooks, loss, optimizers
+from peftlab.models import routing
+from peftlab.train import fields, hooks, loss, optimizers
 from peftlab.train.opt_state import OptState, StepOptions, combine, optimizer, partition
 
 Tree = Any
@@ -39,7 +40,10 @@ class Step:
   def __call__(
     self, adapter: Tree, opt_state: OptState, base: Tree, batch: loss.Batch
   ) -> tuple[Tree, OptState, Metrics]:
-    """One update; metrics are scalars: loss, grad_norm, tokens, learning_rate, skipped."""
+    """One update; metrics are scalars: loss, grad_norm, tokens, learning_rate, skipped.
+
+    With `load_balancing` there is one more, that loss; the loss holds it times its factor.
+    """
     return self._jitted(adapter, opt_state, base, batch)
 
   def lower(self, *arguments: Any) -> Any:
@@ -50,7 +54,10 @@ class Step:
     self, adapter: Tree, opt_state: OptState, base: Tree, batch: loss.Batch
   ) -> tuple[Tree, OptState, Metrics]:
     self.traces += 1
-    return update(self._graph, self._options, adapter, opt_state, base, batch)
+    # The optimizer and its hooks see arrays without padding, which is put back behind them.
+    cut, state = _padded.cut_tree((adapter, opt_state))
+    new, changed, metrics = update(self._graph, self._options, cut, state, base, batch)
+    return *_padded.pad_tree((new, changed), (adapter, opt_state)), metrics
 
 
 def step_for(parts: _parts.Parts, opt_state: OptState, options: StepOptions) -> Step:
@@ -85,7 +92,7 @@ def update(
   finite; its loss is given as NaN, for the run has diverged.
   """
   parts = _parts.Parts(graph, adapter, base, opt_state.state)
-  found = gradients(parts, batch, options.accumulate)
+  found = gradients(parts, batch, options.accumulate, options.load_balancing)
   return finish(options, parts, opt_state, found, batch)
 
 
@@ -93,10 +100,13 @@ def update(
 Gradients = tuple[jax.Array, Tree, Tree]
 
 
-def gradients(parts: _parts.Parts, batch: loss.Batch, accumulate: int = 1) -> Gradients:
+def gradients(
+  parts: _parts.Parts, batch: loss.Batch, accumulate: int = 1, load_balancing: float = 0.0
+) -> Gradients:
   """The first half of an update: what does not depend on the optimizer."""
+  parts = routing.forget(parts) if load_balancing else parts
   trained, frozen = partition(parts)
-  return _gradients(parts, trained, frozen, batch, accumulate)
+  return _gradients(parts, trained, frozen, batch, accumulate, load_balancing)
 
 
 def finish(
@@ -130,6 +140,9 @@ def finish(
     'learning_rate': rate,
     'skipped': (~ok).astype(jnp.int32),
   }
+  if options.load_balancing:
+    routed = _parts.merge(parts.replace(state=state))
+    metrics['load_balancing'] = routing.load_balancing_loss(routed)
   after = parts.replace(adapter=combine(_where(ok, new, trained), frozen))
   more = hooks.after_step(after, grads, step=opt_state.step, steps=options.steps)
   if not more:
@@ -157,16 +170,26 @@ def _optimize(
 
 
 def _gradients(
-  parts: _parts.Parts, trained: Tree, frozen: Tree, batch: loss.Batch, accumulate: int
+  parts: _parts.Parts,
+  trained: Tree,
+  frozen: Tree,
+  batch: loss.Batch,
+  accumulate: int,
+  load_balancing: float,
 ) -> Gradients:
   """(mean loss over the tokens that count, its gradient, the state after), over microbatches."""
   count = jnp.maximum(loss.count_tokens(batch), 1.0)
 
   def mean_loss(trained: Tree, state: Tree, rows: loss.Batch) -> tuple[jax.Array, Tree]:
     model = parts.replace(adapter=combine(trained, frozen), state=state)
-    total, state = loss.summed_loss(model, rows)
+    total, after = loss.summed_loss(model, rows)
     extra = hooks.penalty(_parts.merge(model))
-    return total / count + (0.0 if extra is None else extra / accumulate), state
+    value = total / count + (0.0 if extra is None else extra / accumulate)
+    if load_balancing:
+      routed = _parts.merge(model.replace(state=after))
+      balance = routing.load_balancing_loss(routed, since=_parts.merge(model))
+      value = value + load_balancing * balance / accumulate
+    return value, after
 
   gradient = jax.value_and_grad(mean_loss, has_aux=True)
   if accumulate == 1:
@@ -197,7 +220,7 @@ def _running_mean(average: jax.Array, value: jax.Array) -> jax.Array:
 
 def _scale_roles(parts: _parts.Parts, updates: Tree, options: StepOptions) -> Tree:
   """Updates times the factor of their role, else of their slot, as updates are linear in it."""
-  rates, slots = config.role_rates(options.role_rates), _slots(parts)
+  rates, slots = optimizers.role_rates(options.role_rates), _slots(parts)
   factors = {p: rates.get(slot.role or str(p[-1]), slot.rate) for p, slot in slots.items()}
   if all(factor == 1 for factor in factors.values()):
     return updates
@@ -208,7 +231,7 @@ def check_roles(parts: _parts.Parts, options: StepOptions) -> None:
   """Raises ValueError for a role in `role_rates` that no trainable slot has."""
   roles = slot_roles(parts)
   known = sorted({roles[path] for path in _parts.flat(partition(parts)[0])})
-  for role in config.role_rates(options.role_rates):
+  for role in optimizers.role_rates(options.role_rates):
     fields.check_choice('train.role_rates', role, known)
 
 

@@ -36,6 +36,13 @@ class Text:
   prompts: list[list[int]]
   held_out_id: str = ''
 
+  @property
+  def highest_id(self) -> int:
+    """The greatest of all ids that a model is given."""
+    held = (int(batch[name].max()) for batch in self.held_out for name in ('tokens', 'targets'))
+    prompts = (max(prompt) for prompt in self.prompts if prompt)
+    return max(int(self.rows.stream.max()), self.rows.pad_id, *held, *prompts)
+
   def batches(self, experiment: Experiment) -> Batches:
     """The training batches, from the first."""
     data = experiment.data
@@ -86,27 +93,34 @@ def load_text(
   )
 
 
-def check_lengths(experiment: Experiment, text: Text, model: Any) -> None:
-  """Raises ValueError where rows, or samples to their end, are longer than a model reads."""
+def check_text(experiment: Experiment, text: Text, model: Any) -> None:
+  """Raises ValueError where a model cannot read a text: too long, or not in its vocabulary."""
   check_length(experiment, model)
-  longest, tokens = _longest(model), experiment.train.sample_tokens
+  longest, tokens = _of_config(model, 'max_length'), experiment.train.sample_tokens
   prompt = max(map(len, text.prompts), default=0)
   if longest is not None and tokens and prompt + tokens > longest:
     raise ValueError(
       f'train.sample_tokens is {tokens}; the longest beginning has {prompt} tokens, and the base '
       f'reads at most {longest}.'
     )
+  vocab, highest = _of_config(model, 'vocab'), text.highest_id
+  if vocab is not None and highest >= vocab:
+    raise ValueError(
+      f"Tokenizer '{text.tokenizer.name}' gives token {highest} for data.corpus "
+      f'{experiment.data.corpus!r}; the vocabulary of the base is 0 to {vocab - 1}. Expected the '
+      'tokenizer that the base was trained with.'
+    )
 
 
 def check_length(experiment: Experiment, model: Any) -> None:
   """Raises ValueError where rows are longer than a model reads."""
-  length, longest = experiment.data.length, _longest(model)
+  length, longest = experiment.data.length, _of_config(model, 'max_length')
   if longest is not None and length > longest:
     raise ValueError(f'data.length is {length}; the base reads at most {longest} tokens.')
 
 
-def _longest(model: Any) -> int | None:
-  return getattr(getattr(model, 'config', None), 'max_length', None)
+def _of_config(model: Any, name: str) -> int | None:
+  return getattr(getattr(model, 'config', None), name, None)
 
 
 def _prompts(held: Corpus, tokenizer: Tokenizer, data: DataConfig, count: int) -> list[list[int]]:

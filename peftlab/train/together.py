@@ -46,7 +46,7 @@ def train(
     ValueError: names that are not different, or more than one base.
   """
   check(experiments)
-  folder = pathlib.Path(workdir)
+  folder = workdirs.path_of(workdir)
   with contextlib.ExitStack() as stack:
     folders = [
       stack.enter_context(workdirs.claimed(folder / e.name, e, overwrite=overwrite))

@@ -8,7 +8,9 @@ import fcntl
 import os
 import pathlib
 import shutil
+import uuid
 
+from peftlab import _processes
 from peftlab.formats import files
 from peftlab.train import checkpoints, fields, metrics
 from peftlab.train.config import Experiment
@@ -22,13 +24,21 @@ _LOCK = '.lock'
 _RUN = (CHECKPOINTS, checkpoints.DAMAGED, ADAPTER, SUMMARY, PAGE, metrics.FILE)
 
 
+def path_of(folder: str | os.PathLike[str]) -> pathlib.Path:
+  """The path of a workdir; ValueError for '', which pathlib takes for the current folder."""
+  if not os.fspath(folder):
+    raise ValueError("The workdir is ''; expected the path of a folder.")
+  return pathlib.Path(folder)
+
+
 @contextlib.contextmanager
 def claimed(
   folder: str | os.PathLike[str], experiment: Experiment, *, overwrite: bool = False
 ) -> Generator[pathlib.Path]:
   """Within the block the folder is this run's alone. A run of the same config is continued.
 
-  A folder that was made for the run and is still empty when the block ends is removed again.
+  A folder that was made for the run and is still empty when the block ends is removed again. Of
+  several processes the first claims it for all; they must all see it.
 
   Args:
     folder: is made where there is none.
@@ -36,14 +46,28 @@ def claimed(
     overwrite: what an earlier run left there (and nothing else) is removed first.
 
   Raises:
-    ValueError: the folder holds a run of another config, or another process uses it.
+    ValueError: no path, the folder holds a run of another config, another process uses it, or not
+      all processes of the run see it.
   """
-  path = pathlib.Path(folder)
+  path, mark = path_of(folder), uuid.uuid4().hex
+  with _processes.entered(_claimed(path, experiment, overwrite=overwrite, mark=mark)):
+    _processes.check_shared(lambda: _text(path / _LOCK), mark, subject=f"Workdir '{path}'")
+    yield path
+
+
+def _text(path: pathlib.Path) -> str:
+  return path.read_text(encoding='utf-8') if path.is_file() else ''
+
+
+@contextlib.contextmanager
+def _claimed(
+  path: pathlib.Path, experiment: Experiment, *, overwrite: bool, mark: str
+) -> Generator[None]:
   if path.exists() and not path.is_dir():
     raise ValueError(f"Workdir '{path}' is a file; expected a folder.")
   try:
     path.mkdir(parents=True, exist_ok=True)
-    lock = (path / _LOCK).open('w')
+    lock = (path / _LOCK).open('a')  # 'w' would clear the mark of who holds it
   except OSError as error:
     raise ValueError(f"Workdir '{path}' cannot be written: {error.strerror}.") from error
   with lock:
@@ -55,8 +79,12 @@ def claimed(
       if overwrite:
         clear(path)
       check(path, experiment)
-      yield path
+      lock.truncate(0)  # what a run that was killed left
+      lock.write(mark)
+      lock.flush()
+      yield
     finally:
+      lock.truncate(0)
       if [found.name for found in path.iterdir()] == [_LOCK]:
         shutil.rmtree(path)
 

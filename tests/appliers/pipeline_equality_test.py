@@ -77,6 +77,32 @@ def test_explicit_axes_change_no_output_and_no_gradient():
   pipelines.assert_same(parts, expected, X, mesh)
 
 
+@pytest.mark.parametrize('row', ROWS)
+def test_explicit_axes_give_what_scan_gives(row):
+  length, pipeline, sizes = ROWS[row]
+  parts, expected = under_scan(length)
+  mesh = pipelines.mesh(*sizes, kind=AxisType.Explicit)
+  parts = pipelines.laid_out(parts, pipeline, mesh, replicated=True)
+  pipelines.assert_same(parts, expected, X, mesh)
+
+
+@functools.cache
+def quantized_under_scan(qtype):
+  model, _ = quant.quantize(pipelines.model(4), qtype, tile=8)
+  parts = cases.randomized(peftlab.split(peftlab.attach(model, LoRA(rank=2))[0]))
+  return parts, cases.outputs_and_gradients(parts, X)
+
+
+@pytest.mark.parametrize('repeats', (1, 2))
+@pytest.mark.parametrize('qtype', ('int8', 'nf4'))
+def test_codes_with_explicit_axes_give_what_scan_gives(qtype, repeats):
+  parts, expected = quantized_under_scan(qtype)
+  mesh = pipelines.mesh(2, 2, kind=AxisType.Explicit)
+  pipeline = Pipeline(microbatches=2, repeats=repeats)
+  staged = pipelines.laid_out(parts, pipeline, mesh, replicated=True)
+  pipelines.assert_same(staged, expected, X, mesh)
+
+
 def test_a_stack_in_stage_order_runs_under_scan_and_sequential():
   parts, (y, _, _) = under_scan(6)
   mesh = pipelines.mesh(4)

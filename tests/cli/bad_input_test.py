@@ -96,6 +96,45 @@ FLAGS = {
   'rank': (('train', NAME, '--config.adapter.rank=0'), 'rank is 0; it must be at least 1.'),
   'init': (('train', NAME, '--config.adapter.init=zero'), "No LoRA init 'zero'"),
   'role_unknown': (('train', NAME, '--config.train.role_rates=c=2'), 'Choices: a, b.'),
+  'adapters': (('train', NAME, '--config.adapters=mlp'), 'expected PATTERN=TYPE or PATTERN=TYPE('),
+  'adapters_type': (
+    ('train', NAME, '--config.adapters=mlp=droa(rank=2)'),
+    "adapters has 'mlp=droa(rank=2)': No adapter 'droa'; did you mean 'dora'?",
+  ),
+  'adapters_field': (
+    ('train', NAME, '--config.adapters=mlp=dora(rnak=2)'),
+    "no field 'rnak'; did you mean 'rank'? Fields of dora: ",
+  ),
+  'adapters_value': (
+    ('train', NAME, '--config.adapters=mlp=dora(rank=x)'),
+    "adapters has 'mlp=dora(rank=x)': rank is 'x' (str); expected int.",
+  ),
+  'adapters_range': (
+    ('train', NAME, '--config.adapters=mlp=dora(rank=0)'),
+    'DoRA rank is 0; it must be at least 1.',
+  ),
+  'adapters_twice': (
+    ('train', NAME, '--config.adapters=mlp=dora,mlp=lora'),
+    "adapters has the pattern 'mlp' twice",
+  ),
+  'adapters_where': (
+    ('train', NAME, '--config.adapters=mpl=dora'),
+    "'mpl' matches no layer; did you mean 'mlp'?",
+  ),
+  'patterns': (('train', NAME, '--config.patterns=attn.q=4'), 'expected PATTERN:FIELD=VALUE'),
+  'patterns_field': (
+    ('train', NAME, '--config.patterns=attn.q:rnak=4'),
+    "no adapter has a field 'rnak'; did you mean 'rank'?",
+  ),
+  'patterns_where': (
+    ('train', NAME, '--config.patterns=atn.q:rank=4'),
+    "'atn.q' matches no layer; did you mean 'attn.q'?",
+  ),
+  'patterns_value': (
+    ('train', NAME, '--config.patterns=attn.q:rank=4.5'),
+    "rank=4.5' is 4.5 (float); expected int.",
+  ),
+  'dry_run': (('train', NAME, '--dry_run', '--config.where=atn.q'), "did you mean 'attn.q'?"),
   'demo_flag': (('demo', '--step=3'), "No flag '--step'; did you mean '--steps'?"),
   'demo_steps': (('demo', '--steps=0'), 'steps'),
 }

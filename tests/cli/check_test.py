@@ -57,9 +57,11 @@ def test_an_honest_plugin_exits_0(tmp_path, capsys):
   assert code == 0
   assert told[0] == 'outside_shift (Shift)'
   assert told[1].split() == ['contract', 'slots_are_stable', 'pass']
-  assert told[9].split(maxsplit=3)[1:] == ['fuse_equals_apply', 'n.a.', 'mergeable is False']
-  assert '9 properties: 7 hold, 2 do not apply, 0 fail' in told[10]
-  assert len({line.index('pass') for line in told[1:8]}) == 1, 'the column is not straight'
+  assert told[10].split(maxsplit=3)[1:] == ['fuse_equals_apply', 'n.a.', 'mergeable is False']
+  assert '10 properties: 7 hold, 3 do not apply, 0 fail' in told[11]
+  held = [line for line in told[1:11] if ' pass' in line]
+  assert len(held) == 7
+  assert len({line.index('pass') for line in held}) == 1, 'the column is not straight'
 
 
 def test_a_broken_plugin_exits_1_and_names_the_property(tmp_path, capsys):

@@ -71,6 +71,39 @@ def test_an_adapter_type_comes_with_its_own_defaults():
   assert parse(NAME, '--config.adapter=lora').adapter.rank == 8
 
 
+def test_layers_get_adapters_and_fields_by_pattern():
+  config = parse(
+    NAME,
+    '--config.adapters=attn=lora(rank=2, alpha=4),mlp.down=dora(rank=3,rslora=true)',
+    '--config.adapters=.*head=trainable_tokens(tokens=(3,5))',
+    '--config.patterns=attn.q:rank=4,mlp.up|mlp.gate:alpha=8',
+  )
+  adapters = config.spread()
+  assert list(adapters) == ['attn', 'mlp.down', '.*head', 'all-linear']
+  assert [type(a).__name__ for a in adapters.values()] == [
+    'LoRA',
+    'DoRA',
+    'TrainableTokens',
+    'LoRA',
+  ]
+  assert (adapters['attn'].rank, adapters['attn'].alpha) == (2, 4.0)
+  assert (adapters['mlp.down'].rank, adapters['mlp.down'].rslora) == (3, True)
+  assert adapters['.*head'].tokens == (3, 5)
+  assert adapters['all-linear'] == config.adapter
+  assert config.targets['where'] is None
+  assert config.targets['fields'] == {
+    'rank': {'attn.q': 4},
+    'alpha': {'mlp.up|mlp.gate': 8.0},
+  }
+  assert fields.from_json(Experiment, fields.to_json(config)) == config
+
+
+def test_without_patterns_one_adapter_goes_where_it_is_told():
+  config = parse(NAME, '--config.where=attn.q')
+  assert config.spread() is config.adapter
+  assert (config.targets['where'], config.targets['fields']) == (('attn.q',), {})
+
+
 def test_a_file_and_a_name_give_the_same():
   assert parse(f'--config={glassllm_lora.__file__}') == parse(NAME)
 

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -174,6 +175,39 @@ def test_convert_takes_the_layouts_of_other_trainers(origin, layout, tmp_path, g
   code, said = run(capsys, 'convert', *told)
   assert code == 0, said
   assert_logits(peftlab.load_adapter(load_model(BASE), out), 'plain', golden)
+
+
+def save(path, arrays):
+  if path.suffix == '.npz':
+    np.savez(path, **arrays)
+  else:  # keys of a file with dots, as other trainers write them
+    dotted = {k.replace('/', '.'): np.ascontiguousarray(v) for k, v in arrays.items()}
+    safetensors_file.write_safetensors(path, dotted)
+
+
+@pytest.mark.parametrize('name', ('lora.npz', 'lora.safetensors'))
+@pytest.mark.parametrize('dtype', (np.float32, ml_dtypes.bfloat16), ids=('float32', 'bfloat16'))
+def test_convert_keeps_every_number_bit_for_bit(name, dtype, tmp_path, capsys):
+  save(tmp_path / name, {key: array.astype(dtype) for key, array in tunix().items()})
+  out = tmp_path / 'out'
+  told = (f'--source={tmp_path / name}', f'--base={BASE}', '--alpha=8', f'--out={out}')
+  code, said = run(capsys, 'convert', '--from=tunix', *told)
+  assert code == 0, said
+  ours = safetensors_file.SafetensorsFile(out / 'adapter_model.safetensors')
+  theirs = safetensors_file.SafetensorsFile(GOLDEN / 'plain' / 'adapter_model.safetensors')
+  assert set(ours) == set(theirs)
+  for key in theirs:
+    np.testing.assert_array_equal(ours[key], theirs[key].astype(dtype).astype(np.float32))
+
+
+def test_a_peft_folder_comes_through_bit_for_bit(tmp_path, capsys):
+  out = tmp_path / 'out'
+  told = (f'--source={PLAIN}', f'--base={BASE}', f'--out={out}')
+  assert run(capsys, 'convert', '--from=hf', *told)[0] == 0
+  names = ('adapter_model.safetensors',)
+  assert [(out / n).read_bytes() for n in names] == [
+    (GOLDEN / 'plain' / n).read_bytes() for n in names
+  ]
 
 
 def test_convert_reads_an_orbax_folder(tmp_path, golden, capsys):

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peftlab.formats import hf_peft, peft_config
-from peftlab.formats.hf_peft import Factors, read_peft_folder, write_peft_folder
+from peftlab.formats import hf_peft, peft_config, peft_values, peft_writing
+from peftlab.formats.hf_peft import read_peft_folder, write_peft_folder
 from peftlab.formats.hf_weights import HfWeights
 from peftlab.formats.safetensors_file import SafetensorsFile, write_safetensors
 
@@ -17,22 +17,26 @@ NAMES = ('plain', 'patterns', 'embedding')
 Q0 = 'base_model.model.model.layers.0.self_attn.q_proj'
 
 
+def read(folder):
+  config, tensors = read_peft_folder(folder)
+  return peft_values.read(config, tensors, subject='It')
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_the_delta_is_the_one_peft_computes(name):
-  config, tensors = read_peft_folder(GOLDENS / name)
+  adapters, values = read(GOLDENS / name)
   path = 'model.layers.1.self_attn.q_proj'
-  factors = hf_peft.to_factors(tensors)[path]
-  a, b = factors.a.astype(np.float32), factors.b.astype(np.float32)
+  a, b = (values[path][slot].astype(np.float32) for slot in 'ab')
   expected = np.load(GOLDENS / 'logits.npz')[f'delta_{name}']
-  scale = peft_config.scale_of(config, path)
-  np.testing.assert_allclose(scale * (b @ a), expected, rtol=2e-5, atol=1e-6)
+  assert values[path]['scale'] == np.float32(adapters[path].scale)
+  np.testing.assert_allclose(values[path]['scale'] * (a @ b).T, expected, rtol=2e-5, atol=1e-6)
 
 
 def test_ranks_and_scales_resolve_independently():
-  config, tensors = read_peft_folder(GOLDENS / 'patterns')
-  found = {
-    path: (peft_config.rank_of(config, path), peft_config.scale_of(config, path))
-    for path in hf_peft.to_factors(tensors)
+  adapters, values = read(GOLDENS / 'patterns')
+  found = {path: (adapter.rank, adapter.scale) for path, adapter in adapters.items()}
+  assert {path: slots['a'].shape[1] for path, slots in values.items()} == {
+    path: rank for path, (rank, _) in found.items()
   }
   assert found == {
     'model.layers.0.self_attn.q_proj': (2, 3 / 2**0.5),
@@ -46,21 +50,37 @@ def test_ranks_and_scales_resolve_independently():
 
 def test_an_embedding_comes_with_the_copy_of_its_base():
   _, tensors = read_peft_folder(GOLDENS / 'embedding')
-  layer = hf_peft.to_factors(tensors)['model.embed_tokens']
-  assert layer.embedding
-  assert (layer.a.shape, layer.b.shape) == ((3, 40), (16, 3))
-  assert layer.a.dtype == ml_dtypes.bfloat16
+  key = 'base_model.model.model.embed_tokens'
+  slots = read(GOLDENS / 'embedding')[1]['model.embed_tokens']
+  assert (slots['a'].shape, slots['b'].shape) == ((40, 3), (3, 16))
+  assert tensors[f'{key}.lora_embedding_A'].dtype == ml_dtypes.bfloat16
+  np.testing.assert_array_equal(slots['a'], tensors[f'{key}.lora_embedding_A'].T)
   np.testing.assert_array_equal(
-    layer.base, HfWeights(GOLDENS / 'base')['model.embed_tokens.weight']
+    tensors[f'{key}.base_layer.weight'], HfWeights(GOLDENS / 'base')['model.embed_tokens.weight']
   )
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_factors_and_tensors_are_inverses(name):
+def test_slots_and_tensors_are_inverses(name):
   _, tensors = read_peft_folder(GOLDENS / name)
-  back = hf_peft.to_tensors(hf_peft.to_factors(tensors))
-  assert set(back) == set(tensors)
-  assert all(back[key] is tensors[key] for key in tensors)
+  adapters, values = read(GOLDENS / name)
+  layers = {
+    path: peft_values.Layer(
+      'embedding' if 'embed' in path else 'linear',
+      (slots['a'].shape[0], slots['b'].shape[1]),
+    )
+    for path, slots in values.items()
+  }
+  config, back, told = peft_writing.write(adapters, values, layers)
+  assert told == adapters
+  assert set(back) == {key for key in tensors if 'base_layer' not in key}
+  assert all(back[key].dtype == tensors[key].dtype for key in back)
+  assert all(np.ascontiguousarray(a).tobytes() == tensors[k].tobytes() for k, a in back.items())
+  full = peft_config.check_config(config, subject='It', strict=True)
+  again, _ = peft_values.read(full, back, subject='It')
+  assert {p: (a.rank, a.scale) for p, a in again.items()} == {
+    p: (a.rank, a.scale) for p, a in adapters.items()
+  }
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -91,36 +111,43 @@ def test_dora_magnitudes_are_read_where_the_config_says_so(tmp_path):
   config, tensors = _small()
   tensors[f'{Q0}.lora_magnitude_vector'] = np.ones(3, np.float32)
   write_peft_folder(tmp_path / 'out', config | {'use_dora': True}, tensors)
-  layer = hf_peft.to_factors(read_peft_folder(tmp_path / 'out')[1])
-  assert layer['model.layers.0.self_attn.q_proj'].magnitude.shape == (3,)
-  with pytest.raises(ValueError, match=r'has a lora_magnitude_vector; use_dora is False'):
+  adapters, values = read(tmp_path / 'out')
+  assert values['model.layers.0.self_attn.q_proj']['magnitude'].shape == (3,)
+  assert type(adapters['model.layers.0.self_attn.q_proj']).__name__ == 'DoRA'
+  message = (
+    r"q_proj.lora_magnitude_vector' belongs to use_dora = True; the config has use_dora = None"
+  )
+  with pytest.raises(ValueError, match=message):
     write_peft_folder(tmp_path / 'out', config, tensors)
 
 
 def test_target_names_select_exactly_the_given_layers():
   every = [f'model.layers.{i}.{name}' for i in range(2) for name in ('q_proj', 'v_proj')]
-  assert hf_peft.target_names(every, among=every) == ['q_proj', 'v_proj']
+  assert peft_writing.target_names(every, among=every) == ['q_proj', 'v_proj']
   some = [every[0], every[1], every[3]]
-  names = hf_peft.target_names(some, among=every)
+  names = peft_writing.target_names(some, among=every)
   assert names == ['model.layers.0.q_proj', 'v_proj']
   config = {'target_modules': names}
   assert [path for path in every if peft_config.targets(config, path)] == some
 
 
 def _small():
-  config = {'r': 2, 'lora_alpha': 4, 'target_modules': ['q_proj']}
-  factors = {
-    'model.layers.0.self_attn.q_proj': Factors(
-      a=np.ones((2, 5), np.float32), b=np.ones((3, 2), np.float32)
-    )
+  config = {'peft_type': 'LORA', 'r': 2, 'lora_alpha': 4, 'target_modules': ['q_proj']}
+  tensors = {
+    f'{Q0}.lora_A.weight': np.ones((2, 5), np.float32),
+    f'{Q0}.lora_B.weight': np.ones((3, 2), np.float32),
   }
-  return config, hf_peft.to_tensors(factors)
+  return config, tensors
 
 
 # (changes of the config, changes of the tensors; None deletes) -> message
 BAD = {
   'type': ({'peft_type': 'LROA'}, {}, r"has peft_type 'LROA'; did you mean 'LORA'\?"),
-  'other_type': ({'peft_type': 'IA3'}, {}, "has peft_type 'IA3'. Expected 'LORA'"),
+  'other_type': (
+    {'peft_type': 'XLORA'},
+    {},
+    "has peft_type 'XLORA'.* Expected one of: .*IA3, .*LORA",
+  ),
   'no_rank': ({'r': None}, {}, 'has no r; expected a whole number of 1 or more'),
   'rank_zero': ({'r': 0}, {}, 'has r = 0; expected a whole number'),
   'rank_text': ({'r': '2'}, {}, "has r = '2'; expected a whole number"),
@@ -146,10 +173,22 @@ BAD = {
     r"'model\.layers\.0.*' has lora_A\.weight; expected lora_A",
   ),
   'no_a': ({}, {'lora_A.weight': None}, r'has lora_B\.weight; expected lora_A\.weight and lora_B'),
-  'rank': ({'r': 3}, {}, r'has A \(2, 5\) and B \(3, 2\); by the config its rank is 3'),
+  'rank': (
+    {'r': 3},
+    {},
+    r'has lora_A.weight \(2, 5\) and lora_B.weight \(3, 2\); by the config its rank is 3',
+  ),
   'rank_pattern': ({'rank_pattern': {'q_proj': 1}}, {}, 'by the config its rank is 1'),
-  'b_shape': ({}, {'lora_B.weight': np.ones((3, 4), np.float32)}, r'and B \(3, 4\); by the config'),
-  'a_flat': ({}, {'lora_A.weight': np.ones((2,), np.float32)}, r'has A \(2,\) and B'),
+  'b_shape': (
+    {},
+    {'lora_B.weight': np.ones((3, 4), np.float32)},
+    r'and lora_B.weight \(3, 4\); by the config',
+  ),
+  'a_flat': (
+    {},
+    {'lora_A.weight': np.ones((2,), np.float32)},
+    r'has lora_A.weight \(2,\) and lora_B.weight',
+  ),
   'nan': ({}, {'lora_A.weight': np.full((2, 5), np.nan, np.float32)}, 'lora_A.weight. holds a NaN'),
   'inf': (
     {},
@@ -158,8 +197,16 @@ BAD = {
   ),
   'ints': ({}, {'lora_A.weight': np.ones((2, 5), np.int32)}, 'has dtype int32; expected a float'),
   'key': ({}, {'lora_C.weight': np.ones(2, np.float32)}, r"The key '.*'.*; did you mean 'lora_"),
-  'mixed': ({}, {'lora_embedding_A': np.ones((2, 5), np.float32)}, 'expected lora_embedding_A and'),
-  'empty': ({}, {'lora_A.weight': None, 'lora_B.weight': None}, 'no tensors; expected lora_A'),
+  'mixed': (
+    {},
+    {'lora_embedding_A': np.ones((2, 5), np.float32)},
+    'has lora_A.weight, lora_B.weight, lora_embedding_A; expected lora_A.weight and lora_B.weight',
+  ),
+  'empty': (
+    {},
+    {'lora_A.weight': None, 'lora_B.weight': None},
+    'no tensors; expected lora_A.weight and',
+  ),
 }
 
 
@@ -174,7 +221,7 @@ def _changed(case):
 @pytest.mark.parametrize('case', BAD)
 def test_a_bad_folder_is_refused_by_name(case, tmp_path):
   config, tensors, message = _changed(case)
-  (tmp_path / hf_peft.CONFIG).write_text(json.dumps({'peft_type': 'LORA'} | config))
+  (tmp_path / hf_peft.CONFIG).write_text(json.dumps(config))
   write_safetensors(tmp_path / hf_peft.TENSORS, tensors)
   with pytest.raises(ValueError, match=message) as error:
     read_peft_folder(tmp_path)

@@ -4,10 +4,12 @@ from flax import nnx
 import pytest
 
 import peftlab
-from peftlab import _kernel, _parts, _sites
+from peftlab import _kernel, _parts, _registry, _sites
 from peftlab.models import groups
 from peftlab.models.load import outline
+from peftlab.plan import base
 from peftlab.plugins.lora import LoRA
+from peftlab.train.config import BaseConfig
 from tests.models import family_cases as cases
 from tests.models import goldens
 
@@ -44,9 +46,25 @@ def named(path, words):
   return any(f'.{name}.'.find(f'.{word}.') >= 0 for word in words)
 
 
+# Families without a folder of their own among the goldens, by a model of each.
+ALSO = {'smollm2': 'smollm2-135m', 'glassllm': 'package:glassllm/en'}
+
+
+def test_every_family_is_walked():
+  assert set(_registry.families.names()) == set(cases.FAMILIES) | set(ALSO)
+
+
+@pytest.mark.parametrize('family', ALSO)
+def test_expected_equals_matched_in_other_families(family):
+  assert_covered(base.outline(BaseConfig(source=ALSO[family])))
+
+
 @pytest.mark.parametrize('name', cases.GOLDENS)
 def test_expected_equals_matched(name):
-  model = outline(goldens.HF / name)
+  assert_covered(outline(goldens.HF / name))
+
+
+def assert_covered(model):
   matrices = weights(model)
   expected = {
     path

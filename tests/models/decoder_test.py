@@ -254,3 +254,37 @@ def test_tokens_are_an_array_of_whole_numbers():
     jax.eval_shape(lambda: model([[1, 2]]))
   with pytest.raises(ValueError, match='tokens are float32; expected whole numbers'):
     jax.eval_shape(lambda: model(jnp.ones((1, 2))))
+
+
+@pytest.mark.parametrize(
+  ('token', 'position', 'cached', 'message'),
+  (
+    (29, None, False, 'tokens have 29; the vocabulary of the model is 0 to 28'),
+    (-1, None, False, 'tokens have -1; the vocabulary of the model is 0 to 28'),
+    (0, 32, False, 'positions have 32; those of the model are 0 to 31'),
+    (0, -1, False, 'positions have -1; those of the model are 0 to 31'),
+    (0, 8, True, 'positions have 8; those of the cache are -1 to 7'),
+    (0, -2, True, 'positions have -2; those of the cache are -1 to 7'),
+  ),
+)
+def test_tokens_and_positions_that_the_model_does_not_have_are_refused(
+  token, position, cached, message
+):
+  model = decoder('plain')
+  model = model.init_cache(2, 8) if cached else model
+  tokens = np.zeros((2, 3), np.int32)
+  tokens[1, 2] = token
+  positions = None if position is None else np.array([[0, 1, position]])
+  for of in (np.asarray, jnp.asarray):
+    given = None if positions is None else of(positions)
+    with pytest.raises(ValueError, match=message):
+      model(of(tokens), positions=given)
+
+
+def test_a_text_longer_than_the_model_reads_is_refused_also_under_a_trace():
+  tokens = jnp.zeros((1, SMALL.max_length + 1), jnp.int32)
+  message = 'tokens have length 33; the max_length of the model is 32'
+  with pytest.raises(ValueError, match=message):
+    decoder('plain')(tokens)
+  with pytest.raises(ValueError, match=message):
+    logits_of(decoder('plain'), tokens)

@@ -103,4 +103,6 @@ def test_embedding_reads_rows_and_attends_with_its_transpose():
 
 def test_a_token_beyond_the_vocabulary_is_nan():
   layer = Embedding(5, 3, rngs=nnx.Rngs(0))
-  assert jnp.isnan(jax.jit(layer.__call__)(jnp.asarray([5]))).all()
+  read = jax.jit(layer.__call__)
+  assert jnp.isnan(read(jnp.asarray([5]))).all()
+  assert jnp.isnan(read(jnp.asarray([-1]))).all()  # is not the last one

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import peftlab
+from peftlab import quant
 from peftlab.formats import mxfp4
 from peftlab.formats.hf_weights import HfWeights
 from peftlab.formats.safetensors_file import write_safetensors
@@ -86,6 +87,26 @@ def test_weights_that_are_no_codes_any_more_are_written_as_numbers(tmp_path):
 
 
 FP8 = {'quant_method': 'fp8', 'weight_block_size': [16, 16], 'fmt': 'e4m3'}
+
+
+def test_a_quantized_model_is_refused_or_written_as_numbers(tmp_path):
+  source = goldens.HF / 'mixtral'
+  model, _ = quant.quantize(cases.model_of('mixtral'), 'int8', tile=4)
+  with pytest.raises(
+    ValueError, match=r'has quantized weights \(layers\..* dequantize=True.*export'
+  ):
+    write_model(model, tmp_path / 'x', source=source)
+  assert not (tmp_path / 'x').exists()
+  write_model(model, tmp_path / 'x', source=source, dequantize=True)
+  found, plain = HfWeights(tmp_path / 'x'), HfWeights(source)
+  assert set(found) == set(plain)
+  held = np.asarray(model.layers.attn.q.kernel.get_raw_value().dense(jnp.float32))  # [layers, ...]
+  name = 'model.layers.1.self_attn.q_proj.weight'
+  written, before = np.asarray(found[name]), np.asarray(plain[name])
+  assert written.dtype == before.dtype
+  np.testing.assert_array_equal(written, held[1].reshape(held.shape[1], -1).T.astype(before.dtype))
+  lost = np.abs(written.astype(np.float32) - before.astype(np.float32)).max()
+  assert 0 < lost < 0.05
 
 
 def test_fp8_is_decoded_and_written_back(tmp_path):

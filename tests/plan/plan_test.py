@@ -51,6 +51,34 @@ def test_memory_holds_the_arguments(plans):
   assert made.memory.total < made.chip.hbm
 
 
+@pytest.fixture(scope='module')
+def meshed(tmp_path_factory):
+  """Two layers over 4 chips."""
+  source = tpu.folder(tmp_path_factory.mktemp('bases') / '2', 2)
+  return planning.plan(tpu.experiment(source, fsdp=4), tpu.TOPOLOGY)
+
+
+def test_a_chip_holds_the_bytes_counted_by_hand(meshed):
+  split = 2 * tpu.kernels() + 512 * 256  # two layers and the embedding, bfloat16, over 4 chips
+  whole = 2 * (2 * 256) + 256  # norms, on each chip
+  frequencies = 2 * 32 * 4  # of rope, float32
+  assert meshed.held['base'] == 2 * split // 4 + 2 * whole + frequencies
+  factors, scales = 2 * 8 * (256 + 256) * 4 // 4, 2 * 4
+  assert meshed.held['adapter'] == factors + scales
+  assert meshed.trainable == 2 * 8 * (256 + 256)
+  assert meshed.held['batch'] == 5 * 4 * 256 * 4 // 4
+
+
+def test_collectives_are_those_counted_by_hand(meshed):
+  """Every kernel is gathered forward and again backward, the head once for all of the loss."""
+  (gathers,) = (kind for kind in meshed.costs.kinds if kind.kind == 'all-gather')
+  expected = 2 * (2 * 2 * tpu.kernels() + 512 * 256)
+  assert expected <= gathers.payload <= 1.1 * expected  # more: factors, tokens, a kernel or two
+  assert gathers.sent == pytest.approx(gathers.payload * 3 / 4)  # a ring of 4
+  reduced = sum(kind.payload for kind in meshed.costs.kinds if kind.kind == 'all-reduce')
+  assert reduced <= 2 * 4 * 8 * (256 + 256)  # gradients of the factors alone, no kernel's
+
+
 def test_the_command_plans_a_mesh(tmp_path, capsys):
   source = tpu.folder(tmp_path / 'base', 2)
   file = tmp_path / 'small.py'

@@ -91,6 +91,16 @@ def _loha(g: Mapping[str, np.ndarray]) -> Arrays:
 PAIRS = (('a', 'b'), ('b', 'a'))
 
 
+def _patches(a: np.ndarray) -> np.ndarray:
+  """[rank, (in height width)] of a convolution of 8 x 3 x 3 -> [(height width in), rank]."""
+  return _flat(a.reshape(-1, 8, 3, 3))
+
+
+def _loha_conv(g: Mapping[str, np.ndarray]) -> Arrays:
+  factors = {f'a{i}': _patches(g[f'hada_w{i}_b']) for i in '12'}
+  return factors | {f'b{i}': g[f'hada_w{i}_a'].T for i in '12'}
+
+
 def _two(a: np.ndarray) -> np.ndarray:
   return a.T
 
@@ -172,6 +182,7 @@ CASES: dict[str, Case] = {
     416,
   ),
   'loha/linear': Case(loha.LoHa(rank=4, alpha=8), _loha, 640, start=('a2',)),
+  'loha/conv': Case(loha.LoHa(rank=4, alpha=8), _loha_conv, 672, 'conv', start=('a2',)),
   'lokr/linear': Case(lokr.LoKr(rank=4, alpha=8), _lokr, 88, start=('p',)),
   'lokr/linear_r2': Case(lokr.LoKr(rank=2, alpha=8), _lokr, 56),
   'lokr/linear_both': Case(lokr.LoKr(rank=2, alpha=8, both=True), _lokr, 52),
@@ -233,6 +244,13 @@ CASES: dict[str, Case] = {
   ),
   'vblora/linear': Case(vblora.VBLoRA(vectors=10, length=8), _vblora, 480),
   'adalora/linear': Case(adalora.AdaLoRA(rank=4, alpha=8), _adalora, 324, start=('e',)),
+  'adalora/conv': Case(
+    adalora.AdaLoRA(rank=4, alpha=8),
+    lambda g: _adalora(g) | {'a': _patches(g['lora_A'])},
+    340,
+    'conv',
+    start=('e',),
+  ),
   'pissa/linear': Case(pissa.PiSSA(rank=4, alpha=8), _low_rank, 320, start_from=_kept),
   'pissa/linear_rslora': Case(
     pissa.PiSSA(rank=4, alpha=8, rslora=True), _low_rank, 320, start_from=_kept

@@ -7,15 +7,20 @@ from tools import imports
 # A row may import itself and the rows above it.
 ROWS = (
   '_registry',
+  '_processes',
   '_parts',
   '_slot',
+  '_batch',
+  '_base',
   '_adapter',
   '_claims',
   '_groups',
   '_packed',
   '_kernel',
+  '_points',
   '_flax_layers',
   '_specs',
+  '_padded',
   '_layer',
   '_rows',
   '_stack',
@@ -25,6 +30,7 @@ ROWS = (
   '_initial',
   '_report',
   '_attach',
+  '_moments',
   'quant',
   'appliers',
   'formats',  # files of weights: the models and the data are read from them

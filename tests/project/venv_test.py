@@ -96,3 +96,10 @@ def test_the_lock_holds_all_that_its_packages_need():
 def test_the_data_packages_are_installed_at_their_versions():
   for package, version in pins('data.txt').items():
     assert importlib.metadata.version(package) == version
+
+
+def test_the_tpu_compiler_is_the_one_that_jax_asks_for():
+  ((package, version),) = pins('tpu.txt').items()
+  asked = map(requirements.Requirement, importlib.metadata.requires('jax') or ())
+  (wanted,) = (r for r in asked if r.name == package and r.marker.evaluate({'extra': 'tpu'}))
+  assert wanted.specifier.contains(version)

@@ -143,41 +143,6 @@ def test_qlora_equals_lora_on_the_dequantized_base(model, name):
   chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-6)
 
 
-ADAPTERS = tuple(n for n in peftlab.adapter_types() if n != 'qwix_lora')
-
-
-@pytest.fixture
-def usual_promotion():
-  """JAX's own setting, for which adapters are written."""
-  with jax.numpy_rank_promotion('allow'), jax.numpy_dtype_promotion('standard'):
-    yield
-
-
-@pytest.mark.usefixtures('quick_compiles', 'usual_promotion')
-@pytest.mark.parametrize('name', ADAPTERS)
-def test_every_adapter_sits_on_a_quantized_base(model, name):
-  """Each with another quantizer: outputs equal those on the dequantized base, under an applier."""
-  from peftlab.testing import case
-
-  place = ADAPTERS.index(name)
-  quantizer = ('nf4', 'int8', 'q4_1', 'mxfp4')[place % 4]
-  applier = ('scan', 'sequential')[place % 2]
-  held, _ = quant.quantize(model, quantizer, tile=OPTIONS[quantizer], where=('q', 'o'))
-  cls = peftlab._registry.adapters.get(name)
-  adapter = case.sized(cls)
-  where = 'q' if name in ('bd_lora', 'bias') else ('q', 'o')
-  outputs = []
-  attached, _ = peftlab.attach(held, adapter, where=where)
-  peftlab.assert_base_shared(held, attached)
-  parts = tiny.randomized(peftlab.split(attached))
-  plain = quant.dequantize(peftlab.merge(parts))
-  for one in (peftlab.merge(parts), plain):
-    one.eval()
-    outputs.append(jax.jit(lambda p: peftlab.merge(p)(tiny.TOKENS, applier))(peftlab.split(one)))
-  assert bool(jnp.isfinite(outputs[0]).all())
-  chex.assert_trees_all_close(*outputs, rtol=1e-3, atol=1e-5)
-
-
 def test_training_changes_no_code(nf4):
   parts = peftlab.split(peftlab.attach(nf4, LoRA(rank=2))[0])
   before = [np.asarray(a).tobytes() for a in jax.tree.leaves(parts.base)]

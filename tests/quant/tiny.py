@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import peftlab
-from peftlab import _specs, appliers
+from peftlab import _batch, _specs, appliers
 from peftlab.models.layers import Dense, Embedding
 
 EMBED, HEADS, HEAD = 64, 4, 16
@@ -32,6 +32,12 @@ class Layer(nnx.Module):
     return _specs.constrain(x + self.down(jax.nn.silu(self.up(x))), ('batch', 'embed'))
 
 
+def body(layer: Any, x: jax.Array) -> jax.Array:
+  """Of the appliers; an adapter that asks what text a row is behind is told: behind any."""
+  with _batch.offering(_batch.EVERYWHERE):
+    return layer(x)
+
+
 class Model(nnx.Module):
   """An embedding, three layers, the embedding as the head."""
 
@@ -42,7 +48,7 @@ class Model(nnx.Module):
 
   def __call__(self, tokens: jax.Array, applier: str = 'scan') -> jax.Array:
     x = self.embed(tokens)
-    x, _ = appliers.get_applier(applier).run(self.layers, x, lambda layer, x: layer(x))
+    x, _ = appliers.get_applier(applier).run(self.layers, x, body)
     return self.embed.attend(x)
 
 

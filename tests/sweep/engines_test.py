@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import sys
 import threading
 import time
 
@@ -11,38 +10,9 @@ import yaml
 
 from peftlab.sweep.engines import engine
 from tests.sweep import jobset_crd
+from tests.sweep.made_jobs import job, program
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def job(tmp_path, *argv, name='t0123456789ab'):
-  return engine.Job(name=name, ids=(name,), argv=argv, root=tmp_path)
-
-
-def program(code):
-  """An option of the local engine: a Python program in the place of peftlab."""
-  return f'program={sys.executable} -c "{code}"'
-
-
-def check(schema, value, where='manifest'):
-  """Raises AssertionError unless a value fits a schema of `jobset_crd`."""
-  assert type(value) is schema['type'], (where, value)
-  if 'enum' in schema:
-    assert value in schema['enum'], (where, value)
-  if 'pattern' in schema:
-    assert re.fullmatch(schema['pattern'], value), (where, value)
-  if 'least' in schema:
-    assert (len(value) if schema['type'] is str else value) >= schema['least'], (where, value)
-  if schema['type'] is list:
-    for i, item in enumerate(value):
-      check(schema['items'], item, f'{where}[{i}]')
-  if schema['type'] is dict and 'values' in schema:
-    for key, item in value.items():
-      check(schema['values'], item, f'{where}.{key}')
-  elif schema['type'] is dict:
-    assert set(schema['required']) <= set(value) <= set(schema['fields']), (where, set(value))
-    for key, item in value.items():
-      check(schema['fields'][key], item, f'{where}.{key}')
 
 
 @pytest.mark.parametrize('more', ((), ('claim=sweeps', 'hosts=4', 'topology=4x4', 'chips=4')))
@@ -51,7 +21,7 @@ def test_a_jobset_fits_the_schema(tmp_path, more):
   text = made.render(job(tmp_path, 'train', '--config=x.py', "--config.where=('q', 'v')"))
   assert not made.starts
   (found,) = yaml.safe_load_all(text)
-  check(jobset_crd.JOBSET, found)
+  jobset_crd.check(jobset_crd.JOBSET, found)
   spec = found['spec']['replicatedJobs'][0]['template']['spec']
   (container,) = spec['template']['spec']['containers']
   assert container['command'] == ['peftlab', 'train', '--config=x.py', "--config.where=('q', 'v')"]

@@ -4,6 +4,8 @@ From the public API references of JobSet and Kubernetes: field names, types, enu
 fields. A field that is not listed is an error, so a misspelt one is noticed.
 """
 
+import re
+
 STRING, INTEGER = {'type': str}, {'type': int, 'least': 0}
 NAME = {'type': str, 'pattern': r'[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?'}
 # A rule's name in JobSet: an identifier that begins with a letter.
@@ -32,11 +34,20 @@ ON_EXIT_CODES = fields(
 POD_FAILURE_RULE = fields(
   ('action',), action=enum('FailJob', 'FailIndex', 'Ignore', 'Count'), onExitCodes=ON_EXIT_CODES
 )
+FIELD = fields(('fieldPath',), fieldPath=STRING)
+VARIABLE = fields(
+  ('name',),
+  name={'type': str, 'pattern': r'[-._a-zA-Z][-._a-zA-Z0-9]*'},
+  value=STRING,
+  valueFrom=fields(fieldRef=FIELD),
+)
 CONTAINER = fields(
   ('name', 'image'),
   name=NAME,
   image={'type': str, 'least': 1},
   command=items(STRING),
+  env=items(VARIABLE),
+  ports=items(fields(('containerPort',), containerPort={'type': int, 'least': 1})),
   resources=fields(limits={'type': dict, 'values': INTEGER}),
   volumeMounts=items(fields(('name', 'mountPath'), name=NAME, mountPath=STRING)),
 )
@@ -55,6 +66,7 @@ JOB = fields(
   ('template',),
   parallelism=INTEGER,
   completions=INTEGER,
+  completionMode=enum('NonIndexed', 'Indexed'),
   backoffLimit=INTEGER,
   podFailurePolicy=fields(('rules',), rules=items(POD_FAILURE_RULE)),
   template=fields(('spec',), spec=POD),
@@ -87,3 +99,24 @@ JOBSET = fields(
     failurePolicy=fields(maxRestarts=INTEGER, rules=items(FAILURE_RULE)),
   ),
 )
+
+
+def check(schema, value, where='manifest'):
+  """Raises AssertionError unless a value fits a schema of `jobset_crd`."""
+  assert type(value) is schema['type'], (where, value)
+  if 'enum' in schema:
+    assert value in schema['enum'], (where, value)
+  if 'pattern' in schema:
+    assert re.fullmatch(schema['pattern'], value), (where, value)
+  if 'least' in schema:
+    assert (len(value) if schema['type'] is str else value) >= schema['least'], (where, value)
+  if schema['type'] is list:
+    for i, item in enumerate(value):
+      check(schema['items'], item, f'{where}[{i}]')
+  if schema['type'] is dict and 'values' in schema:
+    for key, item in value.items():
+      check(schema['values'], item, f'{where}.{key}')
+  elif schema['type'] is dict:
+    assert set(schema['required']) <= set(value) <= set(schema['fields']), (where, set(value))
+    for key, item in value.items():
+      check(schema['fields'][key], item, f'{where}.{key}')

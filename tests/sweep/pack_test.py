@@ -1,15 +1,22 @@
 """Every trial of a pack is what it is alone, ends alone, and leaves its neighbours in peace."""
 
 import contextlib
+import dataclasses
 import math
 
 import chex
+from flax import nnx
+import jax
 import numpy as np
 import pytest
 
+import peftlab
 from peftlab import testing
-from peftlab.sweep import items, pack_run, packing, rows
-from peftlab.train import loop, metrics, run
+from peftlab.models.decoder import Decoder
+from peftlab.plugins.adalora import AdaLoRA
+from peftlab.sweep import items, jobs, pack_run, packing, rows
+from peftlab.sweep import trials as sweep_trials
+from peftlab.train import loop, metrics, run, session
 from tests.sweep import tiny_sweep
 from tests.train import tiny
 
@@ -58,9 +65,10 @@ def trials(*changes):
   return [tiny_sweep.trial(**(usual | change)) for change in changes]
 
 
-def alone(trial, folder):
+def alone(trial, folder, base=None):
   """The run of a trial by itself."""
-  made = run.Run(trial.experiment, tiny.base_model(), tiny.text(), workdir=folder, say=lambda _: 0)
+  base = base or tiny.base_model()
+  made = run.Run(trial.experiment, base, tiny.text(), workdir=folder, say=lambda _: 0)
   loop.train([made], say=lambda _: 0)
   return made
 
@@ -75,7 +83,7 @@ def packed(tmp_path_factory):
   root = tmp_path_factory.mktemp('packed')
   chosen = trials(*PACKED.values())
   (group,), others = packing.groups(chosen)
-  assert not others
+  assert not others, others
   assert pack_run.run(group, root=root, say=lambda _: 0) == 0
   return root, chosen
 
@@ -150,6 +158,10 @@ def test_trials_diverge_and_fail_alone_slots_are_taken_and_the_pack_shrinks(tmp_
     (({'train__clip_norm': 0.0}, {'train__clip_norm': 1.0}), 'no other trial is equal'),
     (({'data__batch': 2}, {'data__batch': 4}), 'no other trial is equal'),
     (
+      tuple({'patterns': ('q:dropout=0.5',), 'adapter__dropout': rate} for rate in (0.1, 0.2)),
+      'adapter.dropout differs, and patterns has a dropout of its own',
+    ),
+    (
       (
         {'train__optimizer': 'adafactor', 'adapter__rank': 33},
         {'train__optimizer': 'adafactor', 'adapter__rank': 40},
@@ -166,3 +178,67 @@ def test_what_does_not_pack_says_why(changes, reason):
   assert not packs
   assert len(others) == 2
   assert any(reason in why for _, why in others), others
+
+
+def base_in(dtype):
+  """The tiny base in another dtype."""
+  decoder = dataclasses.replace(tiny.DECODER, dtype=dtype)
+  shapes = peftlab.split(nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0))))
+  whole = peftlab.split(tiny.base_model()).base
+  cast = jax.tree.map(lambda a, like: a.astype(like.dtype), whole, shapes.base)
+  return peftlab.merge(shapes.replace(base=cast))
+
+
+def test_in_bfloat16_a_packed_trial_is_near_what_it_is_alone(tmp_path, monkeypatch):
+  base = base_in('bfloat16')
+  monkeypatch.setattr(session, 'load_base', lambda experiment, *, say=print: (base, None))
+  bfloat16 = {'base__dtype': 'bfloat16'}
+  chosen = trials(bfloat16, bfloat16 | {'seed': 1, 'adapter__dropout': 0.1})
+  (group,), others = packing.groups(chosen)
+  assert not others, others
+  assert pack_run.run(group, root=tmp_path, say=lambda _: 0) == 0
+  for trial in chosen:
+    alone(trial, tmp_path / 'alone' / trial.id, base)
+    mine, its = losses(tmp_path / 'alone' / trial.id), losses(tmp_path / trial.id)
+    assert mine.keys() == its.keys()
+    for key, loss in mine.items():
+      np.testing.assert_allclose(
+        its[key], loss, rtol=packing.TOLERANCES['bfloat16'], err_msg=str(key)
+      )
+
+
+@pytest.mark.parametrize('dtype', ('float32', 'bfloat16', 'float16'))
+def test_a_pack_that_is_only_near_is_told(tmp_path, dtype):
+  chosen = trials(*({'base__dtype': dtype, 'seed': seed} for seed in (0, 1)))
+  setup = jobs.Setup(source='x.py', base=tiny.experiment(), root=str(tmp_path))
+  said = []
+  (job,) = jobs.plan(chosen, setup, pack='auto', say=said.append)
+  assert len(job.ids) == 2
+  assert len(said) == (dtype != 'float32')
+  assert all(f'base.dtype is {dtype}' in line and '--pack=off' in line for line in said)
+
+
+@pytest.fixture
+def ranks_meet():
+  with jax.numpy_rank_promotion('allow'):
+    yield
+
+
+@pytest.mark.usefixtures('ranks_meet')
+def test_numbers_that_a_type_reads_after_a_step_are_each_trials_own(tmp_path):
+  """AdaLoRA smooths with beta1 what decides which ranks stay."""
+  adapter = AdaLoRA(rank=4, target=1)
+  usual = tiny.experiment(samples=0, sample_tokens=0, checkpoint_every=0, steps=8)
+  usual = dataclasses.replace(usual, adapter=adapter)
+  chosen = sweep_trials.expand(usual, [{'adapter.beta1': beta} for beta in (0.85, 0.05)])
+  (group,), others = packing.groups(chosen)
+  assert not others, others
+  assert pack_run.run(group, root=tmp_path, say=lambda _: 0) == 0
+  for trial in chosen:
+    alone(trial, tmp_path / 'alone' / trial.id)
+  mine, its = [[losses(r / t.id) for t in chosen] for r in (tmp_path / 'alone', tmp_path)]
+  assert mine[0] != mine[1]
+  for ours, theirs in zip(mine, its, strict=True):
+    assert ours.keys() == theirs.keys()
+    for key, loss in ours.items():
+      np.testing.assert_allclose(theirs[key], loss, atol=1e-6, rtol=1e-6, err_msg=str(key))

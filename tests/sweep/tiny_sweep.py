@@ -24,6 +24,7 @@ def use_tiny(patch=setattr):
   from peftlab.sweep import trial
 
   patch(session, 'load_base', lambda experiment, *, say=print: (tiny.base_model(), None))
+  patch(session, 'prepare', text)
   for module in (session, pack_run, trial):
     patch(module, 'load_text', text)
 

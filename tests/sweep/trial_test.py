@@ -88,6 +88,18 @@ def test_a_mistake_is_a_row_that_says_it(tmp_path, capsys):
   assert trial.train(one.experiment, workdir=tmp_path, say=quiet) == 1
 
 
+def test_what_its_text_forbids_is_a_row_before_the_base_is_loaded(tmp_path, monkeypatch, capsys):
+  def refused(experiment, *, say):
+    del experiment, say
+    raise ValueError('data.length is 9; the base reads at most 8 tokens.')
+
+  monkeypatch.setattr(session, 'prepare', refused)
+  monkeypatch.setattr(session, 'load_base', None)
+  assert trial.train(made().experiment, workdir=tmp_path, say=quiet) == 1
+  assert rows.read(tmp_path)['error'].endswith('at most 8 tokens.')
+  assert 'Traceback' in capsys.readouterr().err
+
+
 def test_a_diverged_trial_has_a_row_without_a_loss(tmp_path):
   one = made(train__learning_rate=3e38)
   assert trial.train(one.experiment, workdir=tmp_path, say=quiet) == 1

@@ -79,6 +79,14 @@ class SaysItStartsElsewhere(LowRank):
   identity_at_start = False
 
 
+@fails('starts_as_base')
+class SaysItStartsElsewhereAndHardlyDoes(LowRank):
+  identity_at_start = False
+
+  def slots(self):
+    return super().slots() | {'b': Slot(dims='rank out', init=jax.nn.initializers.normal(1e-5))}
+
+
 @fails('random_differs_from_base', 'every_trainable_array_moves', 'loss_falls')
 class DoesNothing(LowRank):
   def apply(self, x, base, p):

@@ -1,5 +1,6 @@
 """The page: one file, nothing loaded, nothing unescaped; charts with round ticks."""
 
+import dataclasses
 import re
 
 import pytest
@@ -70,6 +71,16 @@ def test_a_run_that_ended_badly_is_told():
   text = made(story(status='diverged', held_out_after=None, drop=None))
   assert 'diverged after 6 steps' in text
   assert 'badge ok' not in text
+
+
+def test_a_loss_of_0_is_a_point_and_a_bar():
+  records = [{'kind': 'eval', 'step': i, 'loss': loss} for i, loss in enumerate((0.0, None, 0.0))]
+  of_nothing = dataclasses.replace(
+    story(held_out_before=0.0, held_out_after=0.0, drop=0.0), records=records
+  )
+  text = made(of_nothing)
+  assert text.count('<circle') == 2
+  assert 'width:0.00%' in text
 
 
 @pytest.mark.parametrize(

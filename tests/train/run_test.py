@@ -112,6 +112,14 @@ def test_the_loss_falls_and_the_base_is_shared(tmp_path):
   assert [r['step'] for r in one.record.read() if r['kind'] == 'samples'] == [0, 30]
 
 
+@pytest.mark.parametrize(('alpha', 'times'), ((0.0, 1), (4.0, 0)))
+def test_a_run_that_moves_nothing_says_so(tmp_path, alpha, times):
+  adapter = LoRA(rank=2, alpha=alpha, dropout=0.25)
+  one, lines = start(tmp_path, dataclasses.replace(tiny.experiment(steps=1), adapter=adapter))
+  loop.train([one], say=lambda line: None)
+  assert sum('no array moves: the first gradient is 0' in line for line in lines) == times
+
+
 def test_a_nan_ends_the_run_with_the_last_good_checkpoint(tmp_path):
   one, lines = start(tmp_path)
   one.begin()

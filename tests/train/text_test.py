@@ -1,6 +1,8 @@
 """The text of a run: the held-out part does not depend on the batch, and no batch repeats a row."""
 
+import dataclasses
 import json
+import types
 
 import pytest
 
@@ -56,3 +58,20 @@ def test_a_batch_of_more_rows_than_there_are_is_refused(corpus):
 def test_the_held_out_part_is_told_by_its_content(corpus):
   assert load(corpus).held_out_id == load(corpus, batch=4, max_rows=5).held_out_id
   assert load(corpus).held_out_id != load(corpus, held_out=0.4).held_out_id
+
+
+def test_a_token_that_the_base_does_not_have_is_refused(corpus):
+  found = load(corpus)
+  ids = [*found.rows.stream, *(i for b in found.held_out for i in b['tokens'].ravel())]
+  highest = int(max(ids))
+  experiment = config.Experiment(data=config.DataConfig(corpus=corpus, length=16))
+
+  def base(vocab):
+    return types.SimpleNamespace(config=types.SimpleNamespace(max_length=128, vocab=vocab))
+
+  text.check_text(experiment, found, base(highest + 1))
+  with pytest.raises(ValueError, match=rf'gives token {highest} .* is 0 to {highest - 1}\.'):
+    text.check_text(experiment, found, base(highest))
+  prompted = dataclasses.replace(found, prompts=[[1, highest + 7]])
+  with pytest.raises(ValueError, match=rf'gives token {highest + 7} '):
+    text.check_text(experiment, prompted, base(highest + 1))

@@ -38,12 +38,14 @@ class Job:
     ids: of the trials it makes: one, or those of a pack.
     argv: what follows the word peftlab.
     root: of the sweep.
+    processes: that run it together, by jax.distributed; each has the same command line.
   """
 
   name: str
   ids: tuple[str, ...]
   argv: tuple[str, ...]
   root: pathlib.Path
+  processes: int = 1
 
   @property
   def log(self) -> pathlib.Path:

@@ -33,6 +33,7 @@ spec:
       spec:
         parallelism: {hosts}
         completions: {hosts}
+        completionMode: Indexed
         backoffLimit: 0
         podFailurePolicy:
           rules:
@@ -51,11 +52,26 @@ spec:
             containers:
             - name: peftlab
               image: {image}
-              command: {command}
+              command: {command}{place}
               resources:
                 limits:
                   google.com/tpu: {chips}{volume}
 """
+# The first pod of a JobSet has a name in its network; Kubernetes counts the pods of an indexed job.
+_PLACE = """
+              env:
+              - name: JAX_COORDINATOR_ADDRESS
+                value: {coordinator}
+              - name: JAX_NUM_PROCESSES
+                value: {count}
+              - name: JAX_PROCESS_ID
+                valueFrom:
+                  fieldRef:
+                    fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+              ports:
+              - containerPort: {port}
+"""
+_PORT = 8476  # where process 0 listens
 _VOLUME = """
               volumeMounts:
               - name: root
@@ -81,7 +97,7 @@ class JobSet(engine.Engine):
     namespace: of the JobSets.
     accelerator: of the nodes, GKE's word: tpu-v6e-slice.
     topology: of the slice: 2x4.
-    hosts: of the slice.
+    hosts: of the slice; each runs one process of a trial.
     chips: of a host.
     restarts: of a trial, at most.
     grace: seconds between SIGTERM and the end of a pod, for the last checkpoint.
@@ -111,8 +127,14 @@ class JobSet(engine.Engine):
     """The manifest, as a YAML document; values are JSON, which is YAML too.
 
     Raises:
-      ValueError: no image.
+      ValueError: no image, or another number of hosts than of processes.
     """
+    hosts = max(self.hosts, job.processes)
+    if job.processes > 1 and self.hosts not in (1, job.processes):
+      raise ValueError(
+        f'--processes is {job.processes} and --option=hosts= {self.hosts}; each host of a slice '
+        'runs one process, so expected one number.'
+      )
     if not self.image:
       raise ValueError('The engine jobset needs --option=image=..., the container with peftlab.')
     volume = _VOLUME.format(mount=json.dumps(self.mount), claim=json.dumps(self.claim))
@@ -121,7 +143,7 @@ class JobSet(engine.Engine):
       'ids': ' '.join(job.ids),
       'again': sorted(engine.AGAIN),
       'command': ['peftlab', *job.argv],
-      'hosts': self.hosts,
+      'hosts': hosts,
       'chips': self.chips,
       'restarts': self.restarts,
       'grace': self.grace,
@@ -132,9 +154,11 @@ class JobSet(engine.Engine):
       'image': self.image,
     }
     texts = {name: json.dumps(value) for name, value in values.items()}
-    return (
-      '---\n' + _TEMPLATE.format(**texts, volume=volume.rstrip() if self.claim else '').rstrip()
-    )
+    options = {
+      'place': _place(str(values['name']), hosts) if hosts > 1 else '',
+      'volume': volume.rstrip() if self.claim else '',
+    }
+    return '---\n' + _TEMPLATE.format(**texts, **options).rstrip()
 
   def run(self, job: engine.Job) -> int:
     """Raises ValueError: there is nothing to run."""
@@ -142,3 +166,10 @@ class JobSet(engine.Engine):
 
   def stop(self) -> None:
     """Nothing runs."""
+
+
+def _place(name: str, hosts: int) -> str:
+  """What tells the process of each pod its place: see `peftlab.train.joining`."""
+  coordinator = f'{name}-trial-0-0.{name}:{_PORT}'
+  texts = {'coordinator': json.dumps(coordinator), 'count': json.dumps(str(hosts)), 'port': _PORT}
+  return _PLACE.format(**texts).rstrip()

@@ -14,6 +14,10 @@ class Listing(engine.Engine):
 
   starts = False
 
+  def render(self, job: engine.Job) -> str:
+    """The command line; of several processes JAX finds the others where the tool starts them."""
+    return job.line if job.processes == 1 else f'{job.line} --distributed'
+
   def run(self, job: engine.Job) -> int:
     """Raises ValueError: there is nothing to run."""
     raise ValueError(f'The engine list starts nothing, so it cannot run {job.name}.')

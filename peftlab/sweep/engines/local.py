@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import subprocess
 import sys
 import threading
 from typing import IO
 
-from peftlab.sweep.engines import engine
+from peftlab.sweep.engines import engine, gang
 
 
 @engine.engines.register('local')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Local(engine.Engine):
-  """One process per job, in a session of its own: Ctrl-C reaches the launcher alone.
+  """The processes of a job, usually one, in sessions of their own: see `gang.Gang`.
 
   Attributes:
     program: what stands for the word peftlab; '': this Python with -m peftlab.
@@ -23,7 +22,7 @@ class Local(engine.Engine):
 
   program: str = ''
 
-  _running: dict[int, subprocess.Popen] = dataclasses.field(
+  _running: dict[int, gang.Gang] = dataclasses.field(
     default_factory=dict, init=False, repr=False, compare=False
   )
   _lock: threading.Lock = dataclasses.field(
@@ -34,31 +33,25 @@ class Local(engine.Engine):
   )
 
   def run(self, job: engine.Job) -> int:
-    """Starts a process and waits for its end."""
+    """Starts the processes of a job and waits for their end."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open('ab') as log:
-      process = self._start(job, log)
-      if process is None:
+      started = self._start(job, log)
+      if started is None:
         return engine.STOPPED
       try:
-        return process.wait()
+        return started.wait()
       finally:
         with self._lock:
-          self._running.pop(process.pid)
+          self._running.pop(id(started))
 
-  def _start(self, job: engine.Job, log: IO[bytes]) -> subprocess.Popen | None:
+  def _start(self, job: engine.Job, log: IO[bytes]) -> gang.Gang | None:
     with self._lock:
       if self._stopped.is_set():
         return None
-      process = subprocess.Popen(
-        [*self._program(), *job.argv],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-      )
-      self._running[process.pid] = process
-      return process
+      started = gang.Gang([*self._program(), *job.argv], count=job.processes, log=log)
+      self._running[id(started)] = started
+      return started
 
   def _program(self) -> list[str]:
     return shlex.split(self.program) or [sys.executable, '-m', 'peftlab']
@@ -67,5 +60,5 @@ class Local(engine.Engine):
     """SIGTERM to every process that was started here."""
     with self._lock:
       self._stopped.set()
-      for process in self._running.values():
-        process.terminate()
+      for started in self._running.values():
+        started.terminate()
