@@ -27,6 +27,8 @@ KERNEL = flags.DEFINE_bool('kernel', True, 'Also compile the Pallas kernel.')
 JSON = flags.DEFINE_string('json', None, 'Also write the figures to this file.')
 
 ROWS, INS, OUTS, TILE = 2048, 4096, 14336, 64
+# Bytes per second of one chip's memory, Google Cloud's pages of TPU versions.
+BANDWIDTH = {'v5e': 819e9, 'v5p': 2765e9, 'v6e': 1640e9}
 NO_LIBTPU = (
   'libtpu is not installed, so the TPU figures are left out; everything else was measured. To have '
   "them: pip install 'jax[tpu]', or libtpu of the version that jax[tpu] names into a folder on "
@@ -54,7 +56,10 @@ def chip(topology: str) -> Any:
 
 
 def figures(function: Callable[..., Any], arguments: tuple, place: Any) -> dict[str, float]:
-  """The compiler's own figures of a function of shapes."""
+  """The compiler's own figures of a function of shapes; of a Pallas kernel it has no cycles.
+
+  Of a program that is nothing but such a kernel it has no bytes either.
+  """
   import jax
 
   shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
@@ -65,12 +70,22 @@ def figures(function: Callable[..., Any], arguments: tuple, place: Any) -> dict[
     'cycles': sum(int(c) for c in cycles if int(c) < 2**50),
     'temp_bytes': memory.temp_size_in_bytes,
     'argument_bytes': memory.argument_size_in_bytes,
-    'bytes_accessed': cost['bytes accessed'],
+    'bytes_accessed': cost.get('bytes accessed', 0.0),
   }
 
 
-def cases() -> dict[str, tuple[Callable[..., Any], tuple]]:
-  """{what: (function, its arguments as shapes)}."""
+def kernel_bytes(arguments: tuple, expand: Callable[..., Any]) -> float:
+  """Bytes that the Pallas kernel moves, by its grid: the compiler does not see into it."""
+  import jax
+
+  from peftlab.quant import pallas_product
+
+  x, held = arguments
+  return float(pallas_product.bytes_moved(x, jax.eval_shape(expand, held)))
+
+
+def cases() -> dict[str, tuple]:
+  """{what: (function, its arguments as shapes; of a Pallas kernel also what expands scales)}."""
   import jax
   import jax.numpy as jnp
   import qwix
@@ -100,6 +115,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple]]:
       found[f'{name} kernel'] = (
         lambda x, a, c=chosen: pallas_product.product(c, x, c.expand(a)),
         (x, given),
+        chosen.expand,
       )
   if QWIX.value:
     dims = (((1,), (0,)), ((), ()))
@@ -121,12 +137,18 @@ def main(argv: list[str]) -> None:
     sys.exit(0)
   place = chip(TOPOLOGY.value)
   rows = {}
-  print(f'{TOPOLOGY.value:22} M cycles  temp MB  accessed MB  arguments MB')
-  for name, (function, arguments) in cases().items():
+  bandwidth = BANDWIDTH[TOPOLOGY.value.partition(':')[0]]
+  print(f'{TOPOLOGY.value:22} M cycles  temp MB  accessed MB  us at bandwidth  arguments MB')
+  for name, (function, arguments, *kernel) in cases().items():
     row = rows[name] = figures(function, arguments, place)
+    cycles = f'{row["cycles"] / 1e6:8.3f}'
+    if kernel:
+      cycles, row['bytes_accessed'] = f'{"-":>8}', kernel_bytes(arguments, *kernel)
+    row['memory_us'] = row['bytes_accessed'] / bandwidth * 1e6
     print(
-      f'{name:22} {row["cycles"] / 1e6:8.3f}  {row["temp_bytes"] / 1e6:7.1f}  '
-      f'{row["bytes_accessed"] / 1e6:11.1f}  {row["argument_bytes"] / 1e6:12.1f}',
+      f'{name:22} {cycles}  {row["temp_bytes"] / 1e6:7.1f}  '
+      f'{row["bytes_accessed"] / 1e6:11.1f}  {row["memory_us"]:15.0f}  '
+      f'{row["argument_bytes"] / 1e6:12.1f}',
       flush=True,
     )
   if JSON.value:

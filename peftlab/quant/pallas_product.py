@@ -32,12 +32,10 @@ def product(
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import tpu as pltpu
 
-  flat, tiles, outs = _flat(arrays, chosen)
+  flat, tiles, outs = _flat(arrays)
   rows, ins = x.shape
   tile = ins // tiles
-  together = _most(tiles, max(1, INS // tile))
-  block_rows, block_outs = min(ROWS, _up(rows, 8)), min(OUTS, _up(outs, 128))
-  grid = (pl.cdiv(rows, block_rows), pl.cdiv(outs, block_outs), tiles // together)
+  grid, (block_rows, block_outs, together) = blocks(rows, ins, outs, tiles)
   names = tuple(flat)
 
   def codes_spec(array: jax.Array) -> Any:
@@ -86,12 +84,36 @@ def _step(
     y_ref[...] = sum_ref[...].astype(y_ref.dtype)
 
 
-def _flat(
-  arrays: quantizer.Arrays, chosen: quantizer.Quantizer
-) -> tuple[dict[str, jax.Array], int, int]:
+def blocks(
+  rows: int, ins: int, outs: int, tiles: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+  """The grid (of rows, outputs, inputs) and a block: its rows, outputs and tiles of inputs."""
+  together = _most(tiles, max(1, INS // (ins // tiles)))
+  block_rows, block_outs = min(ROWS, _up(rows, 8)), min(OUTS, _up(outs, 128))
+  grid = (-(-rows // block_rows), -(-outs // block_outs), tiles // together)
+  return grid, (block_rows, block_outs, together)
+
+
+def bytes_moved(x: Any, arrays: quantizer.Arrays) -> int:
+  """Bytes between memory and chip in `product`, by its grid: arrays or shapes, expanded.
+
+  A block is read again at each step that needs another than the step before it: x once per block
+  of outputs, codes and scales once per block of rows; each output is written once.
+  """
+  codes = arrays['codes']
+  (rows, ins), tiles, outs = x.shape, codes.shape[0], math.prod(codes.shape[2:])
+  (of_rows, of_outs, of_ins), _ = blocks(rows, ins, outs, tiles)
+  itemsize = quantizer.dtype_bits(x.dtype) // 8
+  once = rows * ins * itemsize
+  held = sum(math.prod(a.shape) * quantizer.dtype_bits(a.dtype) // 8 for a in arrays.values())
+  x_reads = of_outs if of_ins > 1 else 1
+  code_reads = of_rows if of_outs * of_ins > 1 else 1
+  return x_reads * once + code_reads * held + rows * outs * itemsize
+
+
+def _flat(arrays: quantizer.Arrays) -> tuple[dict[str, jax.Array], int, int]:
   """Arrays with one dimension of outputs, the number of tiles, of outputs."""
   kept = arrays['codes'].ndim - 2
-  del chosen
   flat = {
     name: a.reshape(*a.shape[: a.ndim - kept], math.prod(a.shape[a.ndim - kept :]))
     for name, a in arrays.items()
