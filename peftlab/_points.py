@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flax import nnx
@@ -53,10 +54,7 @@ def added(x: Any, y: Any) -> int:
 
 def features(shape: tuple[int, ...]) -> int:
   """The features of a sequence [batch, length, *features] as one number."""
-  size: Any = 1
-  for n in shape[2:]:
-    size *= n
-  return size
+  return math.prod(shape[2:])
 
 
 _kernel.register_point(Point)
