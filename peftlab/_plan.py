@@ -255,11 +255,13 @@ def _sharding(
   }
   words = slot.dims.split()
   kernel |= {w: kernel[w.partition('/')[0]] for w in words if w.startswith(('in/', 'out/'))}
-  wanted, stored = _specs.wanted_factor_spec(words, kernel), shape
+  wanted, stored = _specs.factor_spec(words, kernel), shape
   if pad and stack == tuple(range(len(stack))):
     spec, stored, dropped = _padded.pad_spec(shape, wanted, mesh)
   else:
     spec, dropped = _specs.fit_spec(shape, wanted, mesh)
+  at = [i for i in range(len(shape) + len(stack)) if i not in stack]  # where each lies in the array
+  dropped = [dataclasses.replace(d, dim=at[d.dim]) for d in dropped]
   entries = _stack.insert(tuple(spec), stack, tuple(full[i] for i in site.stack[: len(stack)]))
   whole = PartitionSpec(*entries)
   array = jax.ShapeDtypeStruct(_stack.insert(shape, stack, site.own_layers), slot.dtype)

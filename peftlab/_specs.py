@@ -332,17 +332,6 @@ def constrain(
 
 
 def factor_spec(
-  dims: Sequence[str],
-  shape: Sequence[int],
-  kernel: Mapping[str, tuple[str, ...]],
-  mesh: Any,
-  rules: Rules | None = None,
-) -> tuple[PartitionSpec, list[Dropped]]:
-  """The spec of an adapter's array, fitted to its shape; see `wanted_factor_spec`."""
-  return fit_spec(shape, wanted_factor_spec(dims, kernel, rules), mesh)
-
-
-def wanted_factor_spec(
   dims: Sequence[str], kernel: Mapping[str, tuple[str, ...]], rules: Rules | None = None
 ) -> PartitionSpec:
   """The spec of an adapter's array, from its kernel's own, whatever its size.

@@ -116,7 +116,7 @@ def test_the_file_holds_it_once(tmp_path):
   model, _ = attached()
   peftlab.save_adapter(model, tmp_path / 'adapter')
   keys = load_file(tmp_path / 'adapter' / 'adapter_model.safetensors')
-  assert [k for k in keys if 'bank' in k] == ['bank']
+  assert [k for k in keys if 'bank' in k] == ['base_model.vblora_vector_bank']
   back = peftlab.load_adapter(testing.ListModel(), tmp_path / 'adapter')
   held = {id(layer.up.adapters[0].bank) for layer in back.layers}
   assert len(held) == 1

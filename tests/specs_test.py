@@ -323,5 +323,5 @@ FACTORS = (
 @pytest.mark.parametrize('case', FACTORS, ids=str)
 def test_a_factor_takes_its_spec_from_the_kernel(case):
   dims, shape, kernel, expected = case
-  found, _ = _specs.factor_spec(dims, shape, kernel, mesh_of(**MESH))
+  found, _ = _specs.fit_spec(shape, _specs.factor_spec(dims, kernel), mesh_of(**MESH))
   assert found == expected

@@ -15,15 +15,13 @@ WIDE = (256, 256)  # where a small change that is there at the start is not lost
 
 
 def starts_as_base(case: cases.Case) -> None:
-  """A fresh adapter leaves the output as it was, or says identity_at_start = False and does not.
-
-  The latter at a model of usual width and at the inputs that the adapter changes most: a few
-  vectors among many random ones tell little of a change of low rank.
-  """
+  """A fresh adapter leaves the output as it was, or says identity_at_start = False and does not."""
   if case.adapter.identity_at_start:
     what = 'a fresh adapter against the base'
     cases.assert_close(case.first_results[0], case.base_output(), what)
     return
+  # At a model of usual width, at the inputs that the adapter changes most: a few vectors among many
+  # random ones tell little of a change of low rank.
   base = case.base_model(WIDE)
   model, _ = _attach.attach(base, case.adapter, rngs=0)
   x = cases.stack_input(WIDE[0])

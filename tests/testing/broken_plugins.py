@@ -295,3 +295,25 @@ class OverflowsInTheLayer(LowRank):
     kind = jnp.finfo(x.dtype)
     wrong = jnp.asarray(2.0 if kind.bits == 16 else 1.0, x.dtype)
     return base(x) + ((x @ p.a) * p.scale) @ p.b + (wrong - 1) * base(x)
+
+
+@fails('asks_for_tokens_as_claimed')
+class SaysItReadsTheBatch(LowRank):
+  reads_batch = True
+
+
+@fails('keeps_sequences')
+class MixesTexts(peftlab.Adapter):
+  """What a point adds to a text, taken from the text beside it."""
+
+  point = 'inputs'
+  identity_at_start = False
+  mergeable = False
+  mixed_batch = False
+
+  def slots(self):
+    return {'rows': Slot(dims='1 out', init=jax.nn.initializers.normal(1.0))}
+
+  def apply(self, x, base, p):
+    del base
+    return peftlab.before(p.rows, jnp.roll(x, 1, axis=0))
