@@ -11,8 +11,8 @@ from peftlab import initial
 from peftlab.formats.peft_form import Key, PeftForm, Tensor
 from peftlab.plugins import lora
 
-TRAINED = ('a', 'b', 'e')
 DIMS = {'a': 'in rank', 'b': 'rank out', 'e': 'rank'}
+KEPT = ('mean', 'spread')  # of the scores of each
 
 
 @peftlab.register_adapter('adalora')
@@ -104,18 +104,17 @@ class AdaLoRA(peftlab.Adapter):
     return self.orthogonal * (far[0] + far[1]) / 2
 
   def after_step(self, kernels, *, step, steps):
-    found = [self._scored(k, step < steps - self.last) for k in kernels]
+    left = steps - self.last - step  # of the steps in which ranks are chosen
+    found = [self._scored(kernel, left > 0) for kernel in kernels]
     scores = jnp.concatenate([jnp.ravel(score) for score, _ in found])
     drop = scores.size - self._budget(step, steps, scores.size)
-    lowest = jnp.sort(scores)[jnp.maximum(drop - 1, 0)]
-    choose = (step > self.first) & (step % self.every == 0) & (step < steps - self.last)
-    choose = choose | (step == steps - self.last)
-    after = step > steps - self.last
+    lowest = jnp.where(drop < 1, -jnp.inf, jnp.sort(scores)[jnp.maximum(drop - 1, 0)])
+    choose = ((step > self.first) & (step % self.every == 0) & (left > 0)) | (left == 0)
     changed = []
     for kernel, (score, kept) in zip(kernels, found, strict=True):
-      now = ((score > lowest) | (drop < 1)).astype(jnp.float32)
+      now = (score > lowest).astype(jnp.float32)
       chosen = jnp.where(choose, now, kernel.values['chosen'])
-      e = jnp.where(choose | after, kernel.values['e'] * chosen, kernel.values['e'])
+      e = jnp.where(choose | (left < 0), kernel.values['e'] * chosen, kernel.values['e'])
       changed.append(kept | {'chosen': chosen, 'e': e})
     return changed
 
@@ -129,16 +128,11 @@ class AdaLoRA(peftlab.Adapter):
   def _scored(self, kernel, count):
     """(score [layers, rank], the running means after this step)."""
     kept, score = {}, 0.0
-    for name in TRAINED:
+    for name, axis in {'a': 1, 'b': 2, 'e': ()}.items():
       size = jnp.abs(kernel.values[name] * kernel.gradients[name])
-      old = [kernel.values[f'{name}_{what}'] for what in KEPT]
-      mean = self.beta1 * old[0] + (1 - self.beta1) * size
-      spread = self.beta2 * old[1] + (1 - self.beta2) * jnp.abs(size - mean)
-      new = [jnp.where(count, a, b) for a, b in zip((mean, spread), old, strict=True)]
-      kept |= {f'{name}_{what}': array for what, array in zip(KEPT, new, strict=True)}
-      axis = {'a': 1, 'b': 2, 'e': ()}[name]
-      score = score + (new[0] * new[1]).mean(axis)
+      mean, spread = (kernel.values[f'{name}_{what}'] for what in KEPT)
+      mean = jnp.where(count, self.beta1 * mean + (1 - self.beta1) * size, mean)
+      new = self.beta2 * spread + (1 - self.beta2) * jnp.abs(size - mean)
+      kept |= {f'{name}_mean': mean, f'{name}_spread': jnp.where(count, new, spread)}
+      score = score + (mean * kept[f'{name}_spread']).mean(axis)
     return score, kept
-
-
-KEPT = ('mean', 'spread')

@@ -8,7 +8,7 @@ import numpy as np
 
 import peftlab
 from peftlab.formats.peft_form import Key, PeftForm, Tensor
-from peftlab.plugins import oft
+from peftlab.plugins import rotations
 
 
 def butterfly(size: int, block: int, factor: int) -> np.ndarray:
@@ -78,10 +78,10 @@ class BOFT(peftlab.Adapter):
     return self._rotated(jnp.eye(w.shape[0], dtype=w.dtype), self._blocks(p)) @ w * p.scale
 
   def _blocks(self, p):
-    return oft.cayley((p.rotation - jnp.swapaxes(p.rotation, -1, -2)) / 2)
+    return rotations.cayley((p.rotation - jnp.swapaxes(p.rotation, -1, -2)) / 2)
 
   def _rotated(self, x, blocks):
     for factor in reversed(range(self.factors)):
       order = butterfly(x.shape[-1], self.block, factor)
-      x = oft.rotated(x[..., order], blocks[factor])[..., np.argsort(order)]
+      x = rotations.rotated(x[..., order], blocks[factor])[..., np.argsort(order)]
     return x

@@ -217,6 +217,6 @@ def test_dropped_axes_of_the_adapter_are_reported():
   placed, _ = _specs.place(testing.StackModel((16, 22)), mesh)
   _, report = peftlab.attach(placed, LoRA(rank=2))
   assert {str(d).split(';')[0] for d in report.dropped} == {
-    "layers.up.adapters.default.b: axis 'fsdp' (4) does not divide dimension 1 (22)",
-    "layers.down.adapters.default.a: axis 'fsdp' (4) does not divide dimension 0 (22)",
+    "layers.up.adapters.default.b: axis 'fsdp' (4) does not divide dimension 2 (22)",
+    "layers.down.adapters.default.a: axis 'fsdp' (4) does not divide dimension 1 (22)",
   }

@@ -115,7 +115,8 @@ def parts_under(applier, mesh=None, experts='each'):
   model, _ = peftlab.attach(model, LoRA(rank=2), where=('all-linear', 'router'), experts=experts)
   model = peftlab.merge(opt_state.training_parts(model, recording=True))
   if mesh is None:
-    return cases.randomized(peftlab.split(model))
+    # With noise of 0.1 gradients of float32 say little: an ulp of the base moves them by 5e-5.
+    return cases.randomized(peftlab.split(model), by=0.05)
   # The values of scan, layer by layer.
   scanned = _parts.flat(parts_under(appliers.Scan(), None, experts).adapter)
   order = np.asarray(getattr(model.layers, 'layer_order', None) or range(CONFIG.layers))
@@ -144,11 +145,11 @@ def gradients(applier, factor, mesh=None, accumulate=1, experts='each'):
   return float(value), found, float(balance)
 
 
-def assert_same(found, expected, tolerance=1e-5):
+def assert_same(found, expected):
   np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
   np.testing.assert_allclose(found[2], expected[2], rtol=1e-5)
   for path, gradient in expected[1].items():
-    cases.assert_close(found[1][path], gradient, _parts.path_name(path), tolerance=tolerance)
+    cases.assert_close(found[1][path], gradient, _parts.path_name(path), tolerance=1e-5)
 
 
 def by_hand():
@@ -203,8 +204,7 @@ def test_remat_changes_nothing():
 def test_a_pipeline_equals_scan(rest, experts):
   mesh = pipelines.mesh(2)
   found = gradients(appliers.Pipeline(microbatches=2, rest=rest), FACTOR, mesh, experts=experts)
-  # Three layers of float32 whose rows come in another order: measured up to 2.2e-5.
-  assert_same(found, gradients(appliers.Scan(), FACTOR, experts=experts), tolerance=5e-5)
+  assert_same(found, gradients(appliers.Scan(), FACTOR, experts=experts))
 
 
 def test_microbatches_have_the_mean_of_their_losses():
