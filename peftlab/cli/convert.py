@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     raise ValueError(f'--alpha is missing: {origin} does not keep it with the factors.')
   if origin == 'hf' and values.alpha is not None:
     raise ValueError('--alpha is given, but a PEFT folder says its own.')
-  files.writable_folder(values.out, subject='--out')
+  files.writable_folder(values.out, subject='--out', inputs=[values.source])
   from peftlab.formats import adapter_folder
   from peftlab.models.load import load_model
 

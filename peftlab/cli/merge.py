@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     files.existing_folder(folder)
   if not values.out:
     raise ValueError('--out is missing; expected a folder for the new adapter.')
-  files.writable_folder(values.out, subject='--out')
+  files.writable_folder(values.out, subject='--out', inputs=values.adapter)
   base = _source.base_source(values.base, values.adapter)
   from peftlab.formats import adapter_folder
   from peftlab.fuse import combine

@@ -1,6 +1,6 @@
 """Any file replaced atomically, JSON read strictly, pickles refused by name."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 import difflib
 import json
 import os
@@ -192,17 +192,22 @@ def _beside(path: pathlib.Path) -> str:
   return near or '.'
 
 
-def writable_folder(path: str | os.PathLike[str], *, subject: str) -> pathlib.Path:
+def writable_folder(
+  path: str | os.PathLike[str], *, subject: str, inputs: Iterable[str | os.PathLike[str]] = ()
+) -> pathlib.Path:
   """`path`, where it is a folder, or can be made in one that exists; nothing is made.
 
   Args:
     path: where something is to be written.
     subject: what, for messages: 'Adapter folder'.
+    inputs: folders that are read for it, and must stay as they are.
 
   Raises:
-    ValueError: no path, a file, a missing parent, or no right to write there.
+    ValueError: no path, a file, a missing parent, one of `inputs`, or no right to write there.
   """
   path = _given(path, subject)
+  if path.resolve() in (pathlib.Path(given).resolve() for given in inputs):
+    raise ValueError(f"{subject} '{path}' is read for what is written; expected another folder.")
   if path.exists() and not path.is_dir():
     raise ValueError(f"{subject} '{path}' is a file; expected a folder.")
   if not path.exists() and not path.parent.is_dir():

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -94,6 +95,24 @@ def test_merge_says_what_is_wrong_in_one_line_and_writes_nothing(more, message, 
   assert code == 2
   assert message in said
   assert not out.exists()
+
+
+@pytest.mark.parametrize(
+  'command',
+  (
+    ('merge', '--adapter={}', f'--adapter={PLAIN}'),
+    ('convert', '--from=hf', '--source={}'),
+  ),
+)
+def test_what_is_read_is_not_written_over(command, tmp_path, capsys):
+  folder = shutil.copytree(PLAIN, tmp_path / 'mine')
+  before = {file.name: file.read_bytes() for file in folder.iterdir()}
+  again = folder.parent / '.' / 'mine'
+  given = (argument.format(folder) for argument in command)
+  code, said = run(capsys, *given, f'--base={BASE}', f'--out={again}')
+  assert code == 2
+  assert 'is read for what is written; expected another folder' in said
+  assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_export_is_a_folder_with_the_adapter_merged_in(tmp_path, golden, capsys):
