@@ -177,7 +177,7 @@ def planned(size: str) -> Experiment:
   """The step that is compiled ahead of time: rank 8 on all linear layers, 8 x 2048 tokens."""
   base = BaseConfig(source=size, dtype='bfloat16', remat='full', quant=QUANT.value, tile='auto')
   return Experiment(
-    name=f'{size} {QUANT.value}',
+    name=size,
     base=base,
     mesh=MeshConfig(fsdp=-1),
     adapter=LoRA(rank=8),

@@ -118,15 +118,16 @@ class Targets:
     return sorted((_in_package(label, path.parent) for label in found), key=_sort_key)
 
   def data(self, path: pathlib.Path) -> list[str]:
-    """The files of its own folder, and the goldens, that a module names in its strings."""
+    """The files of its own folder that a module names in its strings; goldens, named or imported."""
     strings = list(imports.strings_of((self.root / path).read_text()))
+    named = [*strings, *self._imported(path)]
     beside = (self.root / path.parent).iterdir()
     found = {
       item.name
       for item in beside
       if item.suffix in _DATA_SUFFIXES and any(item.name in text for text in strings)
     }
-    if path.parts[0] == 'tests' and any('goldens' in text for text in strings):
+    if path.parts[0] == 'tests' and any('goldens' in text for text in named):
       found.add(_in_package('//tests/goldens:files', path.parent))
     return sorted(found, key=_sort_key)
 

@@ -39,20 +39,26 @@ GROUP = 256
 
 
 def select(codes: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
-  """table[codes] for 16 numbers and codes 0..15 in int32, without a gather.
+  """table[codes] for 16 numbers and codes in int32, without a gather.
 
-  A tree of 15 selections on the 4 bits: arithmetic on vectors, which the compiler fuses into the
+  A tree of 15 selections on the 4 bits, of 8 where the highest is the sign: arithmetic on vectors, which the compiler fuses into the
   matrix product that reads it. A table gather of the same kernel costs a TPU 8 times as much.
+
+  Args:
+    codes: of two's complement, -8 to 7, as an int4 is read: its sign is the highest bit for less
+      than a mask of it.
+    table: by 0..15.
+    dtype: of the result.
   """
-  level = [jnp.asarray(value, dtype) for value in table]
-  for place in range(4):
-    on = ((codes >> place) & 1) == 1
+  signed = all(low == -high for low, high in zip(table[:8], table[8:], strict=True))
+  level = [jnp.asarray(value, dtype) for value in (table[:8] if signed else table)]
+  for on in (codes & 1 != 0, codes & 2 != 0, codes & 4 != 0, codes < 0)[: 3 if signed else 4]:
     level = [jnp.where(on, level[2 * i + 1], level[2 * i]) for i in range(len(level) // 2)]
-  return level[0]
+  return jnp.where(codes < 0, -level[0], level[0]) if signed else level[0]
 
 
 def gather(codes: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
-  """`select` by reading the table: what a CPU does faster.
+  """table[codes] for codes 0..15 by reading the table: what a CPU does faster.
 
   XLA moves the 16 constants of `select` out of a loop over layers as 16 arrays of the size of the
   kernel, which each decoding then reads; a table moved out is still 16 numbers.
@@ -60,25 +66,26 @@ def gather(codes: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
   return jnp.asarray(table, dtype).at[codes].get(mode='promise_in_bounds')
 
 
-def look_up(codes: jax.Array, table: Sequence[float], dtype: Any, *, in_bytes: bool) -> jax.Array:
-  """table[codes], in the way that was measured to be fast where codes are held so.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Codebook(nibbles.Nibbles):
+  """A quantizer whose codes stand for numbers of a table."""
 
-  Args:
-    codes: 0..15, int32.
-    table: 16 numbers.
-    dtype: of the result.
-    in_bytes: two codes to a byte, as a CPU holds them.
-  """
-  tree = functools.partial(select, table=table, dtype=dtype)
-  if not in_bytes:
-    return tree(codes)
-  read = functools.partial(gather, table=table, dtype=dtype)
-  return jax.lax.platform_dependent(codes, cpu=read, default=tree)
+  def look_up(self, held: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
+    """table[codes] for codes as they are held, in the way that was measured to be fast there."""
+    tree = functools.partial(select, table=table, dtype=dtype)
+    if not self.apart:
+      return tree(self.signed(held))
+    read = functools.partial(gather, table=table, dtype=dtype)
+    return jax.lax.platform_dependent(
+      held,
+      cpu=lambda held: read(self.unsigned(held)),
+      default=lambda held: tree(self.signed(held)),
+    )
 
 
 @quantizer.register('nf4')
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NormalFloat4(nibbles.Nibbles):
+class NormalFloat4(Codebook):
   """4-bit NormalFloat of QLoRA (https://arxiv.org/abs/2305.14314): quantiles of the normal.
 
   With `double` the scales are held as QLoRA's section 3 says: their mean is taken off, and they
@@ -112,7 +119,7 @@ class NormalFloat4(nibbles.Nibbles):
 
   def decode(self, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
     """See `Quantizer.decode`."""
-    values = look_up(self.unsigned(arrays['codes']), NORMAL_FLOAT, dtype, in_bytes=self.apart)
+    values = self.look_up(arrays['codes'], NORMAL_FLOAT, dtype)
     return values * arrays['scales'].astype(dtype)[:, None]
 
   def compress(self, arrays: quantizer.Arrays) -> quantizer.Arrays:
@@ -153,7 +160,7 @@ def group_size(out: tuple[int, ...]) -> int:
 
 @quantizer.register('mxfp4')
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MicroFloat4(nibbles.Nibbles):
+class MicroFloat4(Codebook):
   """Microscaling fp4: e2m1 in blocks of 32 that share a power of 2 (OCP MX 1.0).
 
   The power is the least that brings the greatest number to 6 or below, as in qwix; the exponent is
@@ -181,8 +188,7 @@ class MicroFloat4(nibbles.Nibbles):
     """See `Quantizer.decode`."""
     table = (*E2M1, *(-value for value in E2M1))
     power = jnp.exp2(arrays['exponents'].astype(jnp.float32) - 127).astype(dtype)
-    codes = self.unsigned(arrays['codes'])
-    return look_up(codes, table, dtype, in_bytes=self.apart) * power[:, None]
+    return self.look_up(arrays['codes'], table, dtype) * power[:, None]
 
   def bits(self, inputs: int, out: tuple[int, ...]) -> float:
     """See `Quantizer.bits`."""

@@ -79,8 +79,14 @@ class Nibbles(quantizer.Quantizer):
     """As they are held -> the codes 0..15 in dtype."""
     return self.unsigned(held).astype(dtype)
 
+  def signed(self, held: jax.Array) -> jax.Array:
+    """As they are held -> the codes as two's complement, -8 to 7, in int32."""
+    if held.dtype != jnp.uint8:
+      return held.astype(jnp.int32)
+    return (self.unsigned(held) ^ 8) - 8
+
   def signed_numbers(self, held: jax.Array, dtype: Any) -> jax.Array:
     """As they are held -> the codes as two's complement, -8 to 7, in dtype."""
     if held.dtype != jnp.uint8:
       return held.astype(dtype)
-    return ((self.unsigned(held) ^ 8) - 8).astype(dtype)
+    return self.signed(held).astype(dtype)

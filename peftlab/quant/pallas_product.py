@@ -33,6 +33,7 @@ def product(
   from jax.experimental.pallas import tpu as pltpu
 
   flat, tiles, outs = _flat(arrays)
+  flat = {name: a.astype(_readable(a.dtype)) for name, a in flat.items()}
   rows, ins = x.shape
   tile = ins // tiles
   grid, (block_rows, block_outs, together) = blocks(rows, ins, outs, tiles)
@@ -105,10 +106,16 @@ def bytes_moved(x: Any, arrays: quantizer.Arrays) -> int:
   (of_rows, of_outs, of_ins), _ = blocks(rows, ins, outs, tiles)
   itemsize = quantizer.dtype_bits(x.dtype) // 8
   once = rows * ins * itemsize
-  held = sum(math.prod(a.shape) * quantizer.dtype_bits(a.dtype) // 8 for a in arrays.values())
+  bits = {name: quantizer.dtype_bits(_readable(a.dtype)) for name, a in arrays.items()}
+  held = sum(math.prod(a.shape) * bits[name] // 8 for name, a in arrays.items())
   x_reads = of_outs if of_ins > 1 else 1
   code_reads = of_rows if of_outs * of_ins > 1 else 1
   return x_reads * once + code_reads * held + rows * outs * itemsize
+
+
+def _readable(dtype: Any) -> Any:
+  """What an array becomes before the kernel reads it, in which a TPU has no float16."""
+  return jnp.float32 if dtype == jnp.float16 else dtype
 
 
 def _flat(arrays: quantizer.Arrays) -> tuple[dict[str, jax.Array], int, int]:

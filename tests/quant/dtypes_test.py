@@ -71,3 +71,5 @@ def test_both_ways_to_look_up_give_the_table(name, table, scales, held):
   arrays = {'codes': chosen.hold(codes)} | {k: jnp.asarray(a) for k, a in scales.items()}
   got = jax.jit(lambda a: chosen.decode(a, jnp.float32))(arrays)
   np.testing.assert_array_equal(got.ravel(), np.tile(np.float32(table), 2))
+  tree = codebooks.select(chosen.signed(arrays['codes']), table, jnp.float32)  # of other devices
+  np.testing.assert_array_equal(tree.ravel(), np.tile(np.float32(table), 2))
