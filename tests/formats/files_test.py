@@ -45,7 +45,7 @@ def test_a_nan_is_not_written_as_json(tmp_path):
   ('content', 'message'),
   (
     (b'', 'is not valid JSON'),
-    (b'{"a": 1,}', r'is not valid JSON: .*line 1 column 8'),
+    (b'{"a": 1,}', r'is not valid JSON: .*line 1 column [89]'),
     (b'\xff\xfe\x00', 'is not valid JSON'),
     (b'3', r'holds a int; expected an object'),
     (b'{"a": {"b": 1, "b": 2}}', "the key 'b' is there twice"),
