@@ -118,7 +118,7 @@ class Targets:
     return sorted((_in_package(label, path.parent) for label in found), key=_sort_key)
 
   def data(self, path: pathlib.Path) -> list[str]:
-    """The files of its own folder that a module names in its strings; goldens, named or imported."""
+    """The files beside a module that its strings name, and goldens, named or imported."""
     strings = list(imports.strings_of((self.root / path).read_text()))
     named = [*strings, *self._imported(path)]
     beside = (self.root / path.parent).iterdir()

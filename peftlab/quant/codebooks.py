@@ -41,8 +41,9 @@ GROUP = 256
 def select(codes: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
   """table[codes] for 16 numbers and codes in int32, without a gather.
 
-  A tree of 15 selections on the 4 bits, of 8 where the highest is the sign: arithmetic on vectors, which the compiler fuses into the
-  matrix product that reads it. A table gather of the same kernel costs a TPU 8 times as much.
+  A tree of 15 selections on the 4 bits, of 8 where the highest is a sign: arithmetic on vectors,
+  which the compiler fuses into the matrix product that reads it. A table gather of the same kernel
+  costs a TPU 8 times as much.
 
   Args:
     codes: of two's complement, -8 to 7, as an int4 is read: its sign is the highest bit for less
