@@ -36,21 +36,24 @@ def product(
   flat = {name: a.astype(_readable(a.dtype)) for name, a in flat.items()}
   rows, ins = x.shape
   tile = ins // tiles
-  grid, (block_rows, block_outs, together) = blocks(rows, ins, outs, tiles)
-  names = tuple(flat)
+  parts = _parts_of_a_tile(tile, flat['codes'])
+  grid, (block_rows, block_outs, together) = blocks(rows, ins, outs, tiles, parts)
+  names, block_ins = tuple(flat), tile * together // parts
 
-  def codes_spec(array: jax.Array) -> Any:
+  def held_spec(array: jax.Array) -> Any:
     middle = array.shape[1:-1]
+    own = middle and (middle[0] // parts, *middle[1:])
     return pl.BlockSpec(
-      (together, *middle, block_outs), lambda i, j, k: (k, *(0,) * len(middle), j)
+      (together, *own, block_outs),
+      lambda i, j, k: (k // parts, *((k % parts,) + (0,) * len(middle))[: len(middle)], j),
     )
 
   call = pl.pallas_call(
-    functools.partial(_step, chosen, names, tile * together),
+    functools.partial(_step, chosen, names, block_ins),
     grid=grid,
     in_specs=[
-      pl.BlockSpec((block_rows, tile * together), lambda i, j, k: (i, k)),
-      *(codes_spec(flat[name]) for name in names),
+      pl.BlockSpec((block_rows, block_ins), lambda i, j, k: (i, k)),
+      *(held_spec(flat[name]) for name in names),
     ],
     out_specs=pl.BlockSpec((block_rows, block_outs), lambda i, j, k: (i, j)),
     out_shape=jax.ShapeDtypeStruct((rows, outs), x.dtype),
@@ -86,13 +89,21 @@ def _step(
 
 
 def blocks(
-  rows: int, ins: int, outs: int, tiles: int
+  rows: int, ins: int, outs: int, tiles: int, parts: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-  """The grid (of rows, outputs, inputs) and a block: its rows, outputs and tiles of inputs."""
+  """The grid (of rows, outputs, inputs) and a block: its rows, outputs and tiles of inputs.
+
+  With `parts` above 1 a block has that part of one tile.
+  """
   together = _most(tiles, max(1, INS // (ins // tiles)))
   block_rows, block_outs = min(ROWS, _up(rows, 8)), min(OUTS, _up(outs, 128))
-  grid = (-(-rows // block_rows), -(-outs // block_outs), tiles // together)
+  grid = (-(-rows // block_rows), -(-outs // block_outs), tiles // together * parts)
   return grid, (block_rows, block_outs, together)
+
+
+def _parts_of_a_tile(tile: int, codes: Any) -> int:
+  """Into how many blocks a long tile is cut; not where a code is of two inputs."""
+  return tile // INS if tile % INS == 0 and codes.shape[1] == tile else 1
 
 
 def bytes_moved(x: Any, arrays: quantizer.Arrays) -> int:
@@ -103,7 +114,8 @@ def bytes_moved(x: Any, arrays: quantizer.Arrays) -> int:
   """
   codes = arrays['codes']
   (rows, ins), tiles, outs = x.shape, codes.shape[0], math.prod(codes.shape[2:])
-  (of_rows, of_outs, of_ins), _ = blocks(rows, ins, outs, tiles)
+  parts = _parts_of_a_tile(ins // tiles, codes)
+  (of_rows, of_outs, of_ins), _ = blocks(rows, ins, outs, tiles, parts)
   itemsize = quantizer.dtype_bits(x.dtype) // 8
   once = rows * ins * itemsize
   bits = {name: quantizer.dtype_bits(_readable(a.dtype)) for name, a in arrays.items()}

@@ -20,6 +20,8 @@ from peftlab.quant import encoding, pallas_product
     ('mxfp4(held=int4)', 9, 96, (33,)),
     ('nf4(tile=64, held=int4)', 5, 192, (3, 50)),  # rows and outputs that no block divides
     ('int8', 9, 64, (130,)),
+    ('int8', 9, 1536, (130,)),  # one tile, of three blocks
+    ('nf4(tile=1024, double=false, held=int4)', 8, 2048, (128,)),
     ('q4_1(held=int4)', 8, 96, (2, 64)),
   ),
 )
