@@ -43,10 +43,13 @@ def product(
   def held_spec(array: jax.Array) -> Any:
     middle = array.shape[1:-1]
     own = middle and (middle[0] // parts, *middle[1:])
-    return pl.BlockSpec(
-      (together, *own, block_outs),
-      lambda i, j, k: (k // parts, *((k % parts,) + (0,) * len(middle))[: len(middle)], j),
-    )
+
+    def place(i: Any, j: Any, k: Any) -> tuple:
+      del i
+      inner = (jax.lax.rem(k, parts), *(0,) * (len(middle) - 1)) if middle else ()
+      return (jax.lax.div(k, parts), *inner, j)
+
+    return pl.BlockSpec((together, *own, block_outs), place)
 
   call = pl.pallas_call(
     functools.partial(_step, chosen, names, block_ins),
