@@ -52,6 +52,7 @@ from peftlab.quant.convert import quantize as quantize
 # Files.
 from peftlab.formats.adapter_folder import load_adapter as load_adapter
 from peftlab.formats.adapter_folder import save_adapter as save_adapter
+from peftlab._plugin_file import load_plugin as load_plugin
 
 # Models.
 from peftlab.models.load import load_model as load_model

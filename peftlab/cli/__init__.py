@@ -15,7 +15,7 @@ from typing import TextIO
 import warnings
 
 from peftlab._registry import did_you_mean
-from peftlab.cli import _memory
+from peftlab.cli import _memory, _plugins
 
 FAILED, USER_ERROR, STOPPED, INTERRUPTED, DIED, READER_GONE = 1, 2, 42, 130, 134, 141
 
@@ -97,7 +97,7 @@ def _run(name: str, rest: list[str]) -> int:
   if name not in subcommands():
     near = did_you_mean(name, subcommands())
     raise ValueError(f'No command {name!r}{near or "."} Commands: {", ".join(subcommands())}.')
-  return importlib.import_module(f'peftlab.cli.{name.replace("-", "_")}').run(rest)
+  return importlib.import_module(f'peftlab.cli.{name.replace("-", "_")}').run(_plugins.load(rest))
 
 
 def _joined() -> bool:

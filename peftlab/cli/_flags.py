@@ -14,7 +14,7 @@ import ml_collections
 from ml_collections import config_flags
 
 from peftlab import _registry
-from peftlab.cli import _experiments
+from peftlab.cli import _experiments, _plugins
 from peftlab.train import adapter_words, fields
 from peftlab.train.config import Experiment
 
@@ -185,9 +185,9 @@ def _parse(
   try:
     rest = values(['peftlab', *argv])[1:]
   except flags.UnrecognizedFlagError as error:
-    known = [*(f'--{name}' for name in values), *extra]
+    known = [*(f'--{name}' for name in values), *extra, _plugins.NAME]
     near = _registry.did_you_mean(f'--{error.flagname}', known)
-    choices = f'Flags: {", ".join(known)}.' if known else 'This command takes no flags.'
+    choices = f'Flags: {", ".join(known)}.'
     raise ValueError(f"No flag '--{error.flagname}'{near or '.'} {choices}") from error
   except flags.IllegalFlagValueError as error:
     raise ValueError(_illegal(str(error), leaves or {})) from error

@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from peftlab import _registry
-from peftlab.cli import _experiments
+from peftlab.cli import _experiments, _plugins
 from peftlab.train import fields
 from peftlab.train.config import Experiment
 
@@ -25,7 +25,8 @@ def wanted(argv: list[str]) -> bool:
 
 def show_flags(values: flags.FlagValues) -> str:
   """The flags that absl knows."""
-  return '\n'.join(_flag(values[name]) for name in values)
+  every = [_flag(values[name]) for name in values]
+  return '\n'.join([*every, _entry(f'{_plugins.NAME}=...', '', _plugins.HELP)])
 
 
 def _flag(flag: flags.Flag) -> str:

@@ -31,12 +31,12 @@ def run(argv: list[str]) -> int:
     return 0
   file, others = _file(argv)
   only = [n for o in _flags.parse_plain(others, _define).only for n in o.split(',') if n]
-  from peftlab import testing
+  from peftlab import _plugin_file, testing
 
   testing.use_cpu_devices(DEVICES)
   testing.select(only)
   failed = False
-  for name, kind in testing.load_plugin(file).items():
+  for name, kind in _plugin_file.load_plugin(file).items():
     with testing.quick_compiles():
       failed |= _show(name, kind.__name__, testing.results(kind, only=only))
   return int(failed)

@@ -8,7 +8,7 @@ import typing
 
 from absl import flags
 
-from peftlab.cli import _experiments, _flags, _help
+from peftlab.cli import _experiments, _flags, _help, _plugins
 from peftlab.train.config import Experiment
 
 if typing.TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _sweep(source: str, experiment: Experiment, root: str, values: flags.FlagVal
   from peftlab.sweep.engines import engine as engines
 
   trials = _trials(source, experiment, values)
-  more = {'second': values.second, 'processes': values.processes}
+  more = {'second': values.second, 'processes': values.processes, 'plugins': _plugins.given()}
   setup = jobs.Setup(source=source, base=_experiments.load(source), root=root, **more)
   engine = engines.make(values.engine, values.option)
   # A mistake in it is said before anything is written.

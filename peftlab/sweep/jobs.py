@@ -24,6 +24,7 @@ class Setup:
     root: of the sweep.
     second: a corpus for forgetting, or ''.
     processes: of each trial.
+    plugins: files of adapter types.
   """
 
   source: str
@@ -31,11 +32,13 @@ class Setup:
   root: str
   second: str = ''
   processes: int = 1
+  plugins: tuple[str, ...] = ()
 
   @property
   def more(self) -> list[str]:
     """Flags of every command."""
-    return [f'--second={self.second}'] if self.second else []
+    plugins = [f'--plugin={file}' for file in self.plugins]
+    return [*plugins, *([f'--second={self.second}'] if self.second else [])]
 
   def command(self, trial: Trial) -> list[str]:
     """The command line of a trial that runs alone."""

@@ -10,7 +10,6 @@ from peftlab.testing.devices import use_cpu_devices as use_cpu_devices
 from peftlab.testing.models import ListModel as ListModel
 from peftlab.testing.models import StackModel as StackModel
 from peftlab.testing.models import ZooModel as ZooModel
-from peftlab.testing.plugin_file import load_plugin as load_plugin
 from peftlab.testing.suite import Property as Property
 from peftlab.testing.suite import Result as Result
 from peftlab.testing.suite import check as check

@@ -10,8 +10,21 @@ import tomllib
 
 import pytest
 
+import peftlab
 from peftlab import cli, testing
-from peftlab.cli import _flags, check, convert, demo, export, generate, merge, plan, sweep, train
+from peftlab.cli import (
+  _flags,
+  _plugins,
+  check,
+  convert,
+  demo,
+  export,
+  generate,
+  merge,
+  plan,
+  sweep,
+  train,
+)
 from tests.project import import_order_test
 from tools import imports
 
@@ -74,7 +87,7 @@ def test_commands_and_flags_exist(page, tmp_path, monkeypatch):
   for experiment in (imports.ROOT / 'experiments').glob('*.py'):
     (tmp_path / 'experiments' / experiment.name).write_text(experiment.read_text())
   write_files('adding_an_adapter.md', tmp_path)
-  testing.load_plugin('my_ia3.py')
+  peftlab.load_plugin('my_ia3.py')
   write_files(page, tmp_path)
   try:
     for line in commands(page):
@@ -92,6 +105,7 @@ def _check_command(line: str) -> None:
   assert name in cli.subcommands(), line
   if '--help' in rest:
     return
+  rest = _plugins.load(rest)
   if name in WITH_EXPERIMENT and (name != 'sweep' or _flags.source(rest)):
     _flags.parse(rest, WITH_EXPERIMENT[name])
     return

@@ -34,6 +34,7 @@ ROWS = (
   'quant',
   'appliers',
   'formats',  # files of weights: the models and the data are read from them
+  '_plugin_file',
   'models',
   'data',
   'serve',

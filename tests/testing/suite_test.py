@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import peftlab
 from peftlab import _adapter, _attach, _parts, _registry, _specs, quant, testing
 from peftlab.formats import adapter_values
 from peftlab.testing import claims, sharded
@@ -24,7 +25,7 @@ def honest():
   """The types of honest_plugins.py, by name; registered as long as this module runs."""
   _registry.adapters.names()
   kept = dict(_registry.adapters._found)
-  yield testing.load_plugin(str(HONEST))
+  yield peftlab.load_plugin(str(HONEST))
   _registry.adapters._found.clear()
   _registry.adapters._found.update(kept)
 
