@@ -171,6 +171,8 @@ def test_an_edit_of_our_own_folder(folder, tmp_path):
   edited = [
     k for k in ('lora_alpha', 'alpha', 'scaling', 'randlora_alpha', 'd_initial') if k in config
   ]
+  if not edited:
+    pytest.skip('its config holds no number of the adapter but sizes, which shapes tell')
   for key in edited:
     text = (ours / 'adapter_config.json').read_text()
     change_config(ours, **{key: config[key] + 1})
