@@ -44,7 +44,7 @@ sweep-demo: venv ## Compare adapter types on a small base; writes runs/sweep-dem
 
 .PHONY: bench-quant
 bench-quant: venv ## Measure quantizers: bits, error, loss, CPU steps; TPU figures where libtpu is.
-	$(PY) benchmarks/bench_quant.py
+	PYTHONPATH=$(CURDIR)/.tpu $(PY) benchmarks/bench_quant.py
 
 .PHONY: bench-serve
 bench-serve: venv ## Measure a batch of many adapters, by how many wait.

@@ -155,6 +155,8 @@ def bits(dtype: Any) -> int:
     return jnp.iinfo(dtype).bits
   if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(dtype, jnp.complexfloating):
     return jnp.finfo(dtype).bits
+  if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys, of which numpy knows nothing
+    return dtype.itemsize * 8
   return jnp.dtype(dtype).itemsize * 8
 
 

@@ -247,17 +247,14 @@ def leaf_axes(leaf: Any, value: Any, path: str) -> Any:
 
 
 def use_specs(variable: nnx.Variable, rules: Rules | None = None) -> Any:
-  """Where the arrays of a packed weight are gathered to before they are read; None: as they lie.
+  """Where the arrays of a weight are gathered to before they are read; None: as they lie.
 
-  The specs of their logical axes without the mesh axes that shard the batch: FSDP then gathers
-  codes, where XLA by itself would gather the decoded kernel.
+  The specs of their logical axes without the mesh axes that shard the batch: FSDP then gathers the
+  codes of a packed weight, where XLA by itself would gather the decoded kernel.
   """
   value: Any = variable.get_raw_value()
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or len(mesh.explicit_axes) or not isinstance(value, _packed.Packed):
-    return None
-  axes = axes_of(variable, value.shape)
-  if axes is None:
+  if mesh.empty or len(mesh.explicit_axes) or axes_of(variable, value.shape) is None:
     return None
   rules = current_rules() if rules is None else rules
   away = {a for name, want in rules if name == 'batch' for a in want} | set(mesh.manual_axes)
@@ -267,7 +264,18 @@ def use_specs(variable: nnx.Variable, rules: Rules | None = None) -> Any:
     kept = P(*(as_entry([a for a in entry_axes(e) if a not in away]) for e in whole))
     return fit_spec(array.shape, kept, mesh)[0]
 
-  return jax.tree.map(spec, value, value.leaf_axes(tuple(axes)))
+  return jax.tree.map(spec, value, leaf_axes(variable, value, ''))
+
+
+def gather(variable: nnx.Variable) -> None:
+  """Holds the arrays of a weight, in place, to where they are read: gathered here, and once.
+
+  Before a loop that reads the weight in every pass, which would gather it in every pass.
+  """
+  specs = use_specs(variable)
+  if specs is not None:
+    held = variable.get_raw_value()
+    variable.set_raw_value(jax.tree.map(jax.lax.with_sharding_constraint, held, specs))
 
 
 def priced(
@@ -329,6 +337,16 @@ def constrain(
   if output:
     spec, _ = fit_spec(x.shape, spec, mesh)
   return jax.lax.with_sharding_constraint(x, spec)
+
+
+def batch_axes(size: int) -> tuple[str, ...]:
+  """The mesh axes in context over which a batch of `size` rows is cut, where XLA places arrays."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or len(mesh.explicit_axes):
+    return ()
+  (entry,) = spec_for(('batch',), mesh)
+  free = as_entry([a for a in entry_axes(entry) if a not in mesh.manual_axes])
+  return entry_axes(fit_spec((size,), P(free), mesh)[0][0])
 
 
 def factor_spec(

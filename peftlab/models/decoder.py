@@ -172,6 +172,10 @@ class Decoder(nnx.Module):
     cap = self.config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+  def gather_head(self) -> None:
+    """Gathers the head's weight, in place, before a loop over parts of the hidden states."""
+    _specs.gather(self.embed.table if self.head is None else self.head.kernel)
+
   @property
   def tied(self) -> bool:
     """Whether the embedding is also the head."""

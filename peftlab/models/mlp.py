@@ -8,8 +8,9 @@ from einops import rearrange
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from peftlab import _specs
+from peftlab import _parts, _specs
 from peftlab.models.config import DecoderConfig
 from peftlab.models.experts import ExpertDense
 from peftlab.models.layers import Dense, RMSNorm
@@ -133,8 +134,7 @@ class ExpertMLP(nnx.Module):
     seen = flat if routed_by is None else rearrange(routed_by, 'b l e -> (b l) e')
     counted = None if counted is None else counted.reshape(-1)
     weights, chosen = self.router(seen, counted)
-    o = self.options
-    y = by_expert(self.experts, flat, weights, chosen, count=o.count, method=o.method)
+    y = self._by_expert(flat, weights, chosen, axes=_specs.batch_axes(x.shape[0]))
     y = rearrange(y, '(b l) e -> b l e', b=x.shape[0])
     y = _specs.constrain(y, ('batch', 'length', 'embed'))
     if self.shared is None:
@@ -143,6 +143,65 @@ class ExpertMLP(nnx.Module):
     if self.shared_gate is not None:
       shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
     return y + shared
+
+  def _by_expert(
+    self, x: jax.Array, weights: jax.Array, chosen: jax.Array, *, axes: tuple[str, ...]
+  ) -> jax.Array:
+    """What the experts say of x [tokens, embed]; see `by_expert`.
+
+    Sorting is of the tokens that a device holds: sorted over the whole batch, a row would belong to
+    any device, and XLA would send all rows to all. So the mesh axes of the batch are manual here;
+    what the experts hold is gathered over them as it is held, codes as codes.
+
+    Args:
+      x: the tokens.
+      weights: [tokens, chosen].
+      chosen: [tokens, chosen] int32.
+      axes: the mesh axes over which the tokens lie.
+    """
+    options = dict(count=self.options.count, method=self.options.method)
+    if not axes:
+      return by_expert(self.experts, x, weights, chosen, **options)
+
+    def local(parts: _parts.Parts, *arrays: jax.Array) -> tuple[jax.Array, Any]:
+      experts: Any = _parts.merge(_with_keys_of(parts, axes))
+      y = by_expert(experts, *arrays, **options)
+      return y, _without_keys(_parts.split(experts).state)
+
+    cut = PartitionSpec(axes)
+    run = jax.shard_map(
+      local,
+      in_specs=(PartitionSpec(), cut, cut, cut),
+      out_specs=(cut, PartitionSpec()),
+      axis_names=set(axes),
+      check_vma=False,  # as in the pipeline: an adapter may carry what it likes
+    )
+    y, state = run(_parts.split(self.experts), x, weights, chosen)
+    held = _parts.variables(self.experts)
+    for path, value in _parts.flat(state).items():
+      held[path][...] = value
+    return y
+
+
+def _is_key(array: Any) -> bool:
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _with_keys_of(parts: _parts.Parts, axes: tuple[str, ...]) -> _parts.Parts:
+  """The parts with other random keys on every device of the mesh axes, which are manual here."""
+  here = jax.lax.axis_index(axes)
+
+  def own(array: Any) -> Any:
+    if not _is_key(array):
+      return array
+    folded = jax.vmap(lambda key: jax.random.fold_in(key, here))(array.reshape(-1))
+    return folded.reshape(array.shape)
+
+  return parts.replace(state=jax.tree.map(own, parts.state))
+
+
+def _without_keys(state: Any) -> Any:
+  return _parts.nest({path: a for path, a in _parts.flat(state).items() if not _is_key(a)})
 
 
 class MLPBesideExperts(nnx.Module):

@@ -42,9 +42,19 @@ class Scaled(quantizer.Quantizer):
     most = jnp.iinfo(self.codes_dtype)
     return jnp.clip(jnp.round(w), most.min, most.max).astype(self.codes_dtype)
 
+  def numbers_of(self, codes: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers that codes are, without their scale."""
+    return codes.astype(dtype)
+
   def decode(self, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
     """See `Quantizer.decode`."""
-    return arrays['codes'].astype(dtype) * arrays['scales'].astype(dtype)[:, None]
+    return self.numbers_of(arrays['codes'], dtype) * arrays['scales'].astype(dtype)[:, None]
+
+  def factors(self, arrays: quantizer.Arrays, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """See `Quantizer.factors`: a scale per output, unless sums of codes could leave float16."""
+    if arrays['codes'].shape[0] > 1 or dtype == jnp.float16:
+      return super().factors(arrays, dtype)
+    return self.numbers_of(arrays['codes'], dtype), arrays['scales'][0].astype(dtype)
 
   def bits(self, inputs: int, out: tuple[int, ...]) -> float:
     """See `Quantizer.bits`."""
@@ -80,7 +90,6 @@ class Int4(nibbles.Nibbles, Scaled):
     """The code nearest to each scaled number."""
     return self.hold(jnp.clip(jnp.round(w), -8, 7).astype(jnp.int8) & 15)
 
-  def decode(self, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
-    """See `Quantizer.decode`."""
-    codes = self.signed_numbers(arrays['codes'], dtype)
-    return codes * arrays['scales'].astype(dtype)[:, None]
+  def numbers_of(self, codes: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers that codes are, without their scale."""
+    return self.signed_numbers(codes, dtype)

@@ -30,7 +30,11 @@ class How:
 
 def tiles(chosen: quantizer.Quantizer, arrays: quantizer.Arrays, dtype: Any) -> jax.Array:
   """Held arrays of one layer -> [tiles, tile, *outs] in dtype."""
-  return chosen.decode(chosen.expand(_padded.cut_tree(arrays)), dtype)
+  return chosen.decode(_expanded(chosen, arrays), dtype)
+
+
+def _expanded(chosen: quantizer.Quantizer, arrays: quantizer.Arrays) -> quantizer.Arrays:
+  return chosen.expand(_padded.cut_tree(arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -39,18 +43,29 @@ def product(how: How, x: jax.Array, arrays: quantizer.Arrays) -> jax.Array:
 
   The kernel stays [tiles, tile, *outs] and both dimensions of inputs are contracted: a reshape
   would make the TPU compiler write the decoded kernel to memory, which it so fuses into the
-  product. For the gradient the arrays alone are kept, and decoded again.
+  product. For the gradient the arrays alone are kept, and decoded again. A scale per output is left
+  to the product's result, or to its input where outputs are contracted.
   """
-  w = tiles(how.quantizer, _gathered(arrays, how.specs), x.dtype)
+  arrays = _expanded(how.quantizer, _gathered(arrays, how.specs))
+  w, factor = how.quantizer.factors(arrays, x.dtype)
   if how.quantizer.apart:  # or XLA fuses the decoding with what the product does to its operand
     w = jax.lax.optimization_barrier(w)
   ins, outs = (0, 1), tuple(range(2, w.ndim))
   over, kept = (ins, outs) if how.over_tiles else (outs, ins)
   lead = x.shape[:-1]
   x = x.reshape(*lead, *(w.shape[i] for i in over))
+  if factor is not None and not how.over_tiles:
+    x = _scaled(x, factor)
   own = tuple(range(len(lead), x.ndim))
   y = jax.lax.dot_general(x, w, ((own, over), ((), ())))
+  if factor is not None and how.over_tiles:
+    y = _scaled(y, factor)
   return y.reshape(*lead, math.prod(w.shape[i] for i in kept))
+
+
+def _scaled(array: jax.Array, factor: jax.Array) -> jax.Array:
+  """Array [..., *out] times factor [*out]."""
+  return array * jax.lax.expand_dims(factor, range(array.ndim - factor.ndim))
 
 
 def _forward(how: How, x: jax.Array, arrays: quantizer.Arrays) -> tuple[jax.Array, Any]:

@@ -69,6 +69,13 @@ class Quantizer(abc.ABC):
   def decode(self, arrays: Arrays, dtype: Any) -> jax.Array:
     """Arrays as `encode` gave them -> [tiles, tile, *out], computed in `dtype`."""
 
+  def factors(self, arrays: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """What `decode` gives as (numbers [tiles, tile, *out], a factor [*out] of them, or None).
+
+    A product that is multiplied by the factor behind the sum over inputs has less to decode.
+    """
+    return self.decode(arrays, dtype), None
+
   def settled(self, platform: str, tile: int) -> Quantizer:
     """The quantizer with what depends on the device decided: 'cpu', 'gpu' or 'tpu'."""
     del platform, tile

@@ -43,7 +43,8 @@ def summed_loss(
   """The sum of the losses of all tokens that count, and the model's state after the pass.
 
   A model with `hidden(tokens, ...)` and `logits(hidden)` has its logits made chunk by chunk along
-  the length, and made again in the backward pass; any other model is called as a whole.
+  the length, and made again in the backward pass. Where it has `gather_head()` its head is gathered
+  once by that. Any other model is called as a whole.
 
   Args:
     parts: of a model `model(tokens, positions=..., segment_ids=...) -> logits`.
@@ -91,14 +92,23 @@ def _chunked(
   if chunks == 1:
     state, total = chunk(parts.state, (hidden, targets, mask))
     return total, state
+  parts = _with_gathered_head(parts)
   cut = functools.partial(rearrange, pattern='b (c l) ... -> c b l ...', c=chunks)
   xs = (cut(hidden), cut(targets), cut(mask))
   state, totals = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), parts.state, xs)
   return jnp.sum(totals), state
 
 
+def _with_gathered_head(parts: _parts.Parts) -> _parts.Parts:
+  """The parts with the head as every chunk reads it, where the model has a way to gather it."""
+  model: Any = _parts.merge(parts)
+  if hasattr(model, 'gather_head'):
+    model.gather_head()
+  return parts.replace(base=_parts.split(model).base)
+
+
 def _pieces(shape: tuple[int, ...]) -> int:
-  """Over how many devices logits lie: each chunk gathers the head anew, so few are better."""
+  """Over how many devices logits lie."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return 1

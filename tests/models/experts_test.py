@@ -1,6 +1,8 @@
 """Experts: sorted and dense equal a loop, routing equals arithmetic, a mesh equals one device."""
 
 import dataclasses
+import math
+import re
 
 import chex
 from flax import nnx
@@ -10,12 +12,13 @@ import numpy as np
 import pytest
 
 import peftlab
-from peftlab import _specs, appliers
+from peftlab import _parts, _specs, appliers, quant
 from peftlab.models import routing
 from peftlab.models.config import DecoderConfig, Experts
 from peftlab.models.decoder import Decoder
 from peftlab.models.experts import ExpertDense
 from peftlab.models.mlp import ExpertMLP
+from peftlab.plugins.lora import LoRA
 
 pytestmark = pytest.mark.usefixtures('quick_compiles')
 
@@ -147,6 +150,131 @@ def test_experts_on_a_mesh_equal_experts_on_one_device():
     found, found_grads = grad(peftlab.split(placed).base, tokens)
   np.testing.assert_allclose(found, loss, rtol=1e-5)
   chex.assert_trees_all_close(floats(found_grads), floats(grads), rtol=1e-3, atol=1e-6)
+
+
+def adapted_experts(dropout=0.0):
+  """Parts of a model with int8 experts and LoRA on every layer, which every row can tell."""
+  config = dataclasses.replace(CONFIG, embed=64, q_heads=4, kv_heads=4)
+  model, _ = quant.quantize(Decoder(config, rngs=nnx.Rngs(0)), 'int8')
+  model, _ = peftlab.attach(model, LoRA(rank=2, dropout=dropout), where='all-linear')
+  model.train()
+  return moved(peftlab.split(model))
+
+
+def moved(parts):
+  """The parts with factors that are not 0."""
+  keys = iter(jax.random.split(jax.random.key(1), 1000))
+  leaves = {
+    path: jax.random.normal(next(keys), a.shape) * 0.05 if path[-1] in ('a', 'b') else a
+    for path, a in _parts.flat(parts.adapter).items()
+  }
+  return parts.replace(adapter=_parts.nest(leaves))
+
+
+def adapter_gradient(parts, tokens):
+  """(loss and what the pass left in the state, gradients of the adapter), to be jitted."""
+
+  def loss(adapter):
+    model = peftlab.merge(parts.replace(adapter=adapter))
+    loss = jnp.mean(model(tokens) ** 2)
+    return loss, _parts.split(model).state
+
+  return jax.value_and_grad(loss, has_aux=True)(parts.adapter)
+
+
+def moved_shapes(text):
+  """[(dtype, shape)] of what the collectives of a compiled program give."""
+  found = re.findall(
+    r'= \(?(\w+)\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|reduce-)', text
+  )
+  return [(kind, tuple(int(n) for n in shape.split(',') if n)) for kind, shape in found]
+
+
+@pytest.mark.parametrize('sizes', ({'fsdp': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}, {'fsdp': 4}))
+def test_rows_are_sorted_where_they_are_and_codes_travel(sizes):
+  """Under FSDP no sorted row crosses devices, and experts are gathered as codes."""
+  parts = adapted_experts()
+  rows, length = 8, 6
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (rows, length)))
+  expected = jax.jit(adapter_gradient)(parts, tokens)
+  count = math.prod(sizes.values())
+  mesh = _specs.make_mesh(sizes, jax.devices()[:count])
+  placed = peftlab.split(_specs.place(peftlab.merge(parts), mesh)[0])
+  with jax.set_mesh(mesh):
+    program = jax.jit(adapter_gradient).lower(placed, tokens).compile()
+    found = program(placed, tokens)
+  np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-5)
+  chex.assert_trees_all_close(
+    jax.device_get(found[1]), jax.device_get(expected[1]), rtol=2e-4, atol=1e-6
+  )
+  shapes = moved_shapes(program.as_text())
+  one = math.prod(n for name, n in sizes.items() if name != 'tensor')
+  sorted_rows = {n * length * OPTIONS.chosen for n in (rows, rows // one)}
+  assert not [shape for _, shape in shapes if sorted_rows.intersection(shape)]
+  kernels = [kind for kind, shape in shapes if OPTIONS.count in shape and 64 in shape]
+  assert 's8' in kernels
+  large = [
+    s for k, s in shapes if k == 'f32' and math.prod(s) >= OPTIONS.count * 64 * OPTIONS.width
+  ]
+  assert not large
+
+
+def test_stages_of_a_pipeline_sort_their_own_rows():
+  """A manual axis within a manual axis."""
+  parts = adapted_experts()
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (16, 6)))
+  expected = jax.jit(adapter_gradient)(parts, tokens)
+  mesh = _specs.make_mesh({'stage': 2, 'fsdp': 4})
+  model, _ = _specs.place(peftlab.merge(parts), mesh)
+  model.applier = appliers.Pipeline(microbatches=2)
+  with jax.set_mesh(mesh):
+    model.lay_out(mesh)
+    found = jax.jit(adapter_gradient)(peftlab.split(model), tokens)
+  np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-5)
+  chex.assert_trees_all_close(
+    jax.device_get(found[1]), jax.device_get(expected[1]), rtol=2e-4, atol=1e-6
+  )
+
+
+def test_a_batch_that_the_mesh_does_not_divide_gives_the_same():
+  parts = adapted_experts()
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (3, 5)))
+  expected = jax.jit(adapter_gradient)(parts, tokens)
+  mesh = _specs.make_mesh({'fsdp': 8})
+  placed = peftlab.split(_specs.place(peftlab.merge(parts), mesh)[0])
+  with jax.set_mesh(mesh):
+    found = jax.jit(adapter_gradient)(placed, tokens)
+  np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-5)
+  chex.assert_trees_all_close(
+    jax.device_get(found[1]), jax.device_get(expected[1]), rtol=2e-4, atol=1e-6
+  )
+
+
+def test_devices_drop_other_numbers_of_their_rows_and_count_one_draw():
+  """Equal tokens on all devices: with one mask for all, their logits would be equal."""
+  parts = adapted_experts(dropout=0.5)
+  tokens = jnp.ones((8, 6), jnp.int32)
+  mesh = _specs.make_mesh({'fsdp': 8})
+  placed = peftlab.split(_specs.place(peftlab.merge(parts), mesh)[0])
+
+  def call(parts):
+    model = peftlab.merge(parts)
+    for path, layer in nnx.iter_graph(model):  # dropout in the experts alone
+      if hasattr(layer, 'adapter') and 'experts' not in path:
+        layer.eval()
+    return model(tokens), _parts.split(model).state
+
+  with jax.set_mesh(mesh):
+    logits, state = jax.jit(call)(placed)
+  logits = np.asarray(logits)
+  assert all(np.abs(logits[0] - logits[i]).max() > 1e-4 for i in range(1, 8))
+  drawn = {
+    path: np.asarray(a) - np.asarray(_parts.flat(parts.state)[path])
+    for path, a in _parts.flat(state).items()
+    if path[-1] == 'rng_count' and 'experts' in path
+  }
+  assert drawn
+  assert all((count == 1).all() for count in drawn.values())
 
 
 def by_hand(logits, chosen, count):

@@ -35,6 +35,26 @@ def test_chunks_give_the_loss_and_the_gradient_of_the_whole(columns):
   chex.assert_trees_all_close(whole, cut, rtol=1e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize('tied', (True, False))
+def test_the_head_is_gathered_once_and_not_by_every_chunk(tied):
+  """FSDP cuts its embed dimension; whole, it goes into the loop over chunks."""
+  parts = tiny.trainee().parts
+  model = _parts.merge(parts)
+  if not tied:
+    model.untie()
+  parts, batch = _parts.split(model), tiny.batch(rows=4)
+  mesh = _specs.make_mesh({'fsdp': 4}, jax.devices()[:4])
+  with _specs.using(mesh):
+    run = jax.make_jaxpr(lambda p: loss.summed_loss(p, batch, most_logits=tiny.VOCAB)[0])
+    outer = run(parts).jaxpr
+  shape = (model.embed.table if tied else model.head.kernel).shape
+  held = [e for e in outer.eqns if e.primitive.name == 'sharding_constraint']
+  (gather,) = (e for e in held if e.outvars[0].aval.shape == shape)
+  assert gather.params['sharding'].spec == jax.sharding.PartitionSpec(None, None)
+  loops = [e for e in outer.eqns if e.primitive.name == 'scan']
+  assert gather.outvars[0] in loops[-1].invars
+
+
 @pytest.mark.parametrize(
   ('length', 'columns', 'chunks'), ((8, 8, 1), (8, 4, 2), (8, 3, 4), (7, 6, 7), (6, 0, 6))
 )

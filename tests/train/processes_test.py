@@ -89,3 +89,23 @@ def test_what_does_not_fit_together_is_one_line_in_each_process(experiment):
       'peftlab: Process 1 has another config than process 0: "steps": 6 there, "steps": 7 here.'
     ]
   assert not folder.exists()
+
+
+def test_a_quantized_base_that_two_wrote_serves_one_bit_by_bit(experiment, tmp_path):
+  flags = ('--config.base.quant=nf4', '--config.base.tile=auto')
+  saved = f'--config.base.saved={tmp_path / "base"}'
+  folders = {name: tmp_path / name for name in ('two', 'again', 'alone')}
+  runs = {'two': (2, saved), 'again': (1, saved), 'alone': (1,)}
+  for name, (count, *more) in runs.items():
+    for code, output in several.train(experiment, folders[name], *flags, *more, count=count):
+      assert code == 0, output
+    if name == 'two':
+      written = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / 'base').rglob('*'))
+      assert (tmp_path / 'base' / 'about.json').exists()
+  assert written == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / 'base').rglob('*'))
+  expected = several.records(folders['alone'])
+  assert expected
+  for name in ('two', 'again'):
+    assert several.records(folders[name]) == expected
+    for file in FILES:
+      assert (folders[name] / file).read_bytes() == (folders['alone'] / file).read_bytes()
