@@ -74,7 +74,7 @@ class Codebook(nibbles.Nibbles):
   def look_up(self, held: jax.Array, table: Sequence[float], dtype: Any) -> jax.Array:
     """table[codes] for codes as they are held, in the way that was measured to be fast there."""
     tree = functools.partial(select, table=table, dtype=dtype)
-    if not self.apart:
+    if held.dtype != jnp.uint8:  # int4: not on a CPU, unless asked for
       return tree(self.signed(held))
     read = functools.partial(gather, table=table, dtype=dtype)
     return jax.lax.platform_dependent(

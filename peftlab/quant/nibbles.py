@@ -29,11 +29,6 @@ class Nibbles(quantizer.Quantizer):
 
   held: str = 'auto'
 
-  @property
-  def apart(self) -> bool:
-    """See `Quantizer.apart`: XLA's CPU backend would decode bytes transposed for a gradient."""
-    return self.held == 'bytes'
-
   def __post_init__(self):
     super().__post_init__()
     if self.held not in HELD:

@@ -41,31 +41,46 @@ def _expanded(chosen: quantizer.Quantizer, arrays: quantizer.Arrays) -> quantize
 def product(how: How, x: jax.Array, arrays: quantizer.Arrays) -> jax.Array:
   """x [..., n] times a kernel -> [..., m] in the dtype of x.
 
-  The kernel stays [tiles, tile, *outs] and both dimensions of inputs are contracted: a reshape
-  would make the TPU compiler write the decoded kernel to memory, which it so fuses into the
-  product. For the gradient the arrays alone are kept, and decoded again. A scale per output is left
-  to the product's result, or to its input where outputs are contracted.
+  For the gradient the arrays alone are kept, and decoded again. A scale per output is left to the
+  product's result, or to its input where outputs are contracted.
   """
   arrays = _expanded(how.quantizer, _gathered(arrays, how.specs))
   w, factor = how.quantizer.factors(arrays, x.dtype)
-  if how.quantizer.apart:  # or XLA fuses the decoding with what the product does to its operand
-    w = jax.lax.optimization_barrier(w)
+  factor = None if factor is None else factor.reshape((1,) * (x.ndim - 1) + (-1,))
+  if factor is not None and not how.over_tiles:
+    x = x * factor
+  y = jax.lax.platform_dependent(
+    x,
+    w,
+    cpu=functools.partial(_matrix_dot, over_tiles=how.over_tiles),
+    default=functools.partial(_tiles_dot, over_tiles=how.over_tiles),
+  )
+  return y * factor if factor is not None and how.over_tiles else y
+
+
+def _matrix_dot(x: jax.Array, w: jax.Array, *, over_tiles: bool) -> jax.Array:
+  """x [..., n] times w [tiles, tile, *outs], decoded before and as a matrix.
+
+  XLA's CPU backend fuses a decoding with what its product does to an operand: it would decode
+  transposed, number by number; and it moves dimensions of which there are more than two.
+  """
+  w = jax.lax.optimization_barrier(w).reshape(w.shape[0] * w.shape[1], -1)
+  return jax.lax.dot_general(x, w, (((x.ndim - 1,), (0 if over_tiles else 1,)), ((), ())))
+
+
+def _tiles_dot(x: jax.Array, w: jax.Array, *, over_tiles: bool) -> jax.Array:
+  """The same, in which both dimensions of inputs are contracted.
+
+  A reshape would make the TPU compiler write the decoded kernel to memory, which it so fuses into
+  the product.
+  """
   ins, outs = (0, 1), tuple(range(2, w.ndim))
-  over, kept = (ins, outs) if how.over_tiles else (outs, ins)
+  over, kept = (ins, outs) if over_tiles else (outs, ins)
   lead = x.shape[:-1]
   x = x.reshape(*lead, *(w.shape[i] for i in over))
-  if factor is not None and not how.over_tiles:
-    x = _scaled(x, factor)
   own = tuple(range(len(lead), x.ndim))
   y = jax.lax.dot_general(x, w, ((own, over), ((), ())))
-  if factor is not None and how.over_tiles:
-    y = _scaled(y, factor)
   return y.reshape(*lead, math.prod(w.shape[i] for i in kept))
-
-
-def _scaled(array: jax.Array, factor: jax.Array) -> jax.Array:
-  """Array [..., *out] times factor [*out]."""
-  return array * jax.lax.expand_dims(factor, range(array.ndim - factor.ndim))
 
 
 def _forward(how: How, x: jax.Array, arrays: quantizer.Arrays) -> tuple[jax.Array, Any]:

@@ -56,11 +56,6 @@ class Quantizer(abc.ABC):
     """The name under which it is registered."""
     return _registry.quantizers.name_of(self)
 
-  @property
-  def apart(self) -> bool:
-    """Whether a product decodes the kernel of its layer before it multiplies, in its own order."""
-    return False
-
   @abc.abstractmethod
   def encode(self, w: jax.Array) -> Arrays:
     """w [tiles, tile, *out] float32 -> arrays; each tile of each output by itself."""
