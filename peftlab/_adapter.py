@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
 from typing import Any, ClassVar
@@ -46,7 +47,10 @@ class Adapter(abc.ABC):
 
   Attributes:
     point: the role of the points that the type goes on ('inputs', 'prefix'); '': on weights.
+    default_where: of a type on weights the layers that it is for, in a word of `peftlab.attach`.
     reads_batch: `apply` asks `base.batch` for the tokens of the batch.
+    started_by: the function that attaches it with the first values it is named for, where `attach`
+      alone cannot make them; '': it can.
     identity_at_start: a fresh adapter leaves the output as it was.
     mergeable: `fuse` gives a kernel whose plain matmul equals `apply`.
     additive: what `fuse` adds to a kernel and `fuse_bias` to a bias is the same whatever they
@@ -64,7 +68,9 @@ class Adapter(abc.ABC):
   """
 
   point: ClassVar[str] = ''
+  default_where: ClassVar[str] = 'all-linear'
   reads_batch: ClassVar[bool] = False
+  started_by: ClassVar[str] = ''
   identity_at_start: ClassVar[bool] = True
   mergeable: ClassVar[bool] = True
   additive: ClassVar[bool] = True
@@ -187,8 +193,8 @@ class Adapter(abc.ABC):
 
   @property
   def where(self) -> str:
-    """The layers that it goes on where none are named: all linear ones, or the points of a role."""
-    return self.point or 'all-linear'
+    """The layers that it goes on where none are named: `default_where`, or the points of a role."""
+    return self.point or self.default_where
 
   @property
   def stochastic(self) -> bool:
@@ -213,6 +219,16 @@ def _typed(value: Any, declared: Any) -> Any:
   return {'bool': bool, 'int': int, 'float': float, 'str': str}[name](value)
 
 
+@contextlib.contextmanager
+def noted(adapter: Adapter, what: str, layer: str) -> Generator[None]:
+  """Within the block an exception is told which type raised it, in what, and at which layer."""
+  try:
+    yield
+  except Exception as error:
+    error.add_note(f'Raised by the adapter type {type(adapter).__name__} in {what} ({layer}).')
+    raise
+
+
 def register_adapter(name: str) -> Callable[[type], type]:
   """Class decorator: files an `Adapter` type under a short name.
 
@@ -221,18 +237,25 @@ def register_adapter(name: str) -> Callable[[type], type]:
   """
 
   def add(cls: type) -> type:
-    own = isinstance(cls, type) and '__dataclass_fields__' in vars(cls)
-    frozen = own and getattr(cls, '__dataclass_params__').frozen  # noqa: B009
-    if not (frozen and issubclass(cls, Adapter)):
-      raise ValueError(
-        f'The adapter {name!r} ({cls!r}) must be a frozen dataclass that extends peftlab.Adapter.'
-      )
-    missing = sorted(cls.__abstractmethods__)
-    if missing:
-      raise ValueError(f'The adapter {name!r} ({cls!r}) lacks {", ".join(missing)}.')
+    _check_type(name, cls)
     return _registry.adapters.register(name)(cls)
 
   return add
+
+
+def _check_type(name: str, cls: Any) -> None:
+  own = isinstance(cls, type) and '__dataclass_fields__' in vars(cls)
+  frozen = own and getattr(cls, '__dataclass_params__').frozen  # noqa: B009
+  if not (frozen and issubclass(cls, Adapter)):
+    raise ValueError(
+      f'The adapter {name!r} ({cls!r}) must be a frozen dataclass that extends peftlab.Adapter.'
+    )
+  missing = sorted(cls.__abstractmethods__)
+  if missing:
+    raise ValueError(f'The adapter {name!r} ({cls!r}) lacks {", ".join(missing)}.')
+
+
+_registry.adapters.check = _check_type  # also of what installed packages have
 
 
 def adapter_types() -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def attach(
     model: any nnx model.
     adapter: an instance of a registered adapter type, or {pattern: instance} for layers that get
       different ones; the first pattern that names a layer wins, and `where` is not given.
-    where: patterns, see `select`; None: what the type is for, 'all-linear' or its points.
+    where: patterns, see `select`; None: what the type is for, 'all-linear' for most.
     exclude: patterns of layers to leave alone.
     rngs: seed, key, or nnx.Rngs (one draw of its `params` stream).
     name: names the adapter; a layer can carry several.
@@ -69,13 +69,13 @@ def attach(
   Raises:
     ValueError: nothing matches, the name is taken, a field does not fit a layer; nothing changed.
   """
+  _check_model(model, 'attach')
   by_pattern, where = _by_pattern(adapter, where)
   check_name(name)
   pad = _padded.check_indivisible(indivisible) == 'pad'
   model = _parts.merge(_parts.split(model))
-  norms = any(one.norms for one in by_pattern.values())
-  every = _sites.sites(model, norms=norms, points=True)
-  fitting = _sites.fitting(every, list(by_pattern.values()), where)
+  every = _sites.sites(model, norms=any(a.norms for a in by_pattern.values()), points=True)
+  fitting = _sites.fitting(model, every, list(by_pattern.values()), where)
   chosen = _sites.with_experts(_sites.select(fitting, where, exclude), experts)
   kinds = _sites.assign(chosen, by_pattern, fields or {})
   held = shared_variables(model, name)
@@ -83,8 +83,8 @@ def attach(
   if indivisible == 'error':
     _padded.refuse([lost for plan in plans for lost in plan.dropped])
   raw = {key: v.get_raw_value() for key, v in held.items()}
-  lost = None if full is None else {s.path: s for s in _sites.sites(full, norms=True, points=True)}
-  arrays = _initial.initial_values(plans, _stack.root_key(rngs), held=raw, full=lost)
+  before = _before(plans, full)
+  arrays = _initial.initial_values(plans, _stack.root_key(rngs), held=raw, full=before)
   install(plans, name, arrays, held=held)
   return model, _report.Report.of(every, plans, adapter, name)
 
@@ -97,18 +97,45 @@ def _plans(
   *,
   pad: bool,
 ) -> list[_plan.Plan]:
-  """What each chosen layer gets; it is warned of ranks that are more than full."""
+  """What each chosen layer gets; warnings say what is odd."""
   _linearity.check(chosen)
   plans = [_plan.plan(site, kinds[site.path], name, pad=pad) for site in chosen]
   plans = _plan.share(plans, {key: v.shape for key, v in held.items()})
   _plan.warn_of_ranks(plans)
+  _plan.warn_of_starts(plans)
   return plans
+
+
+def _before(plans: Sequence[_plan.Plan], full: Any) -> dict[tuple, _sites.Site]:
+  """{path: site} of the model as it was before it was quantized, where the plans are."""
+  if full is None:
+    return {}
+  _check_model(full, 'full')
+  found = {s.path: s for s in _sites.sites(full, norms=True, points=True)}
+  for site in (plan.site for plan in plans):
+    if site.path not in found:
+      near = _registry.did_you_mean(site.name, [s.name for s in found.values()])
+      raise ValueError(
+        f'full has no layer {site.name!r}{near or ";"} expected the model as it was before it was '
+        'quantized.'
+      )
+    given, own = (s.weight.get_raw_value().shape for s in (found[site.path], site))
+    if given != own:
+      raise ValueError(
+        f'full has a weight {given} at the layer {site.name}; expected {own}, as the model has it.'
+      )
+  return found
 
 
 def check_name(name: Any) -> None:
   """Raises ValueError for what cannot name an adapter."""
   if not isinstance(name, str) or not re.fullmatch(r'[\w-]+', name):
     raise ValueError(f'The adapter name {name!r} must be made of letters, digits, _ and -.')
+
+
+def _check_model(model: Any, what: str) -> None:
+  if not isinstance(model, nnx.Module):
+    raise ValueError(f'{what} takes a model (an nnx.Module), given {type(model).__name__}.')
 
 
 def _by_pattern(
@@ -118,7 +145,9 @@ def _by_pattern(
   if not isinstance(adapter, Mapping):
     _check_adapter(adapter)
     return {'': adapter}, adapter.where if where is None else where
-  if where not in (None, 'all-linear') or not adapter:
+  if not adapter:
+    raise ValueError('attach is given no adapter; expected an adapter or {pattern: adapter}.')
+  if where not in (None, 'all-linear'):
     raise ValueError('With {pattern: adapter} the patterns say where; leave out `where`.')
   for one in adapter.values():
     _check_adapter(one)

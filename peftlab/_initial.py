@@ -170,10 +170,15 @@ def _run(
 ) -> dict[str, Any]:
   """The values, or their shapes where the model is one of shapes."""
   weight = jax.tree.leaves(plan.site.weight.get_raw_value())[0]
-  if not isinstance(weight, jax.ShapeDtypeStruct):
-    made = run(*given)
-  else:
-    shapes = jax.eval_shape(run, *given)
+  abstract = isinstance(weight, jax.ShapeDtypeStruct)
+  try:
+    with _adapter.noted(plan.adapter, 'its first values', f'layer {plan.site.name}'):
+      made = jax.eval_shape(run, *given) if abstract else run(*given)
+  except _MisfitError as error:
+    kind = type(plan.adapter).__name__
+    raise ValueError(f'{kind} (layer {plan.site.name}): {error}') from None
+  if abstract:
+    shapes = made
     made = {
       f.name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=f.sharding)
       for f in forms
@@ -230,13 +235,20 @@ def _times(factor: float, matrix: jax.Array) -> jax.Array:
   return matrix if factor == 1.0 else matrix * factor
 
 
+class _MisfitError(ValueError):
+  """A first value that does not fit its slot; the program that makes it knows no layer."""
+
+
 def _checked(made: dict[str, jax.Array], forms: tuple[_Form, ...]) -> dict[str, jax.Array]:
   for form in forms:
     if form.name not in made:
-      raise ValueError(f'start gives no value for the slot {form.name!r}.')
-    if made[form.name].shape != form.own:
-      raise ValueError(
-        f'Slot {form.name!r} starts with shape {made[form.name].shape}; its dims say {form.own}.'
+      raise _MisfitError(f'start gives no value for the slot {form.name!r}.')
+    value = made[form.name]
+    if not hasattr(value, 'shape'):
+      raise _MisfitError(f'Slot {form.name!r} starts as {type(value).__name__}; expected an array.')
+    if value.shape != form.own:
+      raise _MisfitError(
+        f'Slot {form.name!r} starts with shape {value.shape}; its dims say {form.own}.'
       )
   return {f.name: made[f.name] if f.dtype is None else made[f.name].astype(f.dtype) for f in forms}
 

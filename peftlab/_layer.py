@@ -73,15 +73,24 @@ class Attached(nnx.Module):
         value = value.astype(dtype)
       frozen = isinstance(variable, _parts.AdapterConstant)
       arrays[name] = jax.lax.stop_gradient(value) if frozen else _kernel.tall(value)
-    return _adapter.Values(arrays)
+    return _adapter.Values(arrays, type(self.adapter).__name__)
 
   def change(self, view: _kernel.View, base: FrozenKernel) -> jax.Array:
     """The layer's output without its bias as this adapter alone makes it, [tokens, out]."""
     base.key = self.next_key()
     values = self.values(base(base.inputs).dtype, base.sizes)
-    if view.groups is None:
-      return self.adapter.apply(base.inputs, base, values)
-    return apply_by_expert(self, base, values, view.groups)
+    layer = plain_class(type(view.layer)).__name__
+    with _adapter.noted(self.adapter, 'apply', f'{layer}, adapter {self.name!r}'):
+      if view.groups is not None:
+        return apply_by_expert(self, base, values, view.groups)
+      y = self.adapter.apply(base.inputs, base, values)
+    expected = base(base.inputs).shape
+    if getattr(y, 'shape', None) != expected:
+      raise ValueError(
+        f'{type(self.adapter).__name__}.apply gave {_said(y)} on the layer {layer}; expected '
+        f'an array {expected}.'
+      )
+    return y
 
   def next_key(self) -> jax.Array | None:
     """A fresh key in training, or one per expert; None in evaluation, or where nothing is drawn."""
@@ -91,6 +100,10 @@ class Attached(nnx.Module):
     key = fold(self.rng_key[...], self.rng_count[...])
     self.rng_count[...] += 1
     return key
+
+
+def _said(y: Any) -> str:
+  return f'an array {y.shape}' if hasattr(y, 'shape') else type(y).__name__
 
 
 def part_of(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -252,8 +265,13 @@ def apply_at_point(x: jax.Array, active: list[Attached]) -> jax.Array:
   for attached in active:
     values = attached.values(y.dtype, {'in': size, 'out': size})
     base = _adapter.PointBase(size, attached.next_key())
-    made = attached.adapter.apply(y, base, values).astype(y.dtype)
-    _points.added(y, made)
+    with _adapter.noted(attached.adapter, 'apply', f'a point, adapter {attached.name!r}'):
+      made = attached.adapter.apply(y, base, values)
+      if not hasattr(made, 'astype'):
+        kind = type(attached.adapter).__name__
+        raise ValueError(f'{kind}.apply gave {_said(made)} at a point; expected an array.')
+      made = made.astype(y.dtype)
+      _points.added(y, made)
     y = made
   return y.reshape(*y.shape[:2], *x.shape[2:])
 

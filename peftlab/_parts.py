@@ -114,7 +114,13 @@ def variables(model: nnx.Module) -> dict[tuple, nnx.Variable]:
 
 
 def trainable(parts: Parts) -> Tree:
-  """A tree of bools like `parts.adapter`: False for the arrays that are declared frozen."""
+  """A tree of bools like `parts.adapter`: False for the arrays that are declared frozen.
+
+  Raises:
+    ValueError: not Parts.
+  """
+  if not isinstance(parts, Parts):
+    raise ValueError(f'trainable takes Parts (see split), given {type(parts).__name__}.')
   model = merge(parts.replace(**_placeholders(parts)))
   flags = {
     path: not isinstance(v, AdapterConstant)

@@ -62,7 +62,9 @@ def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str, *, pad: bool =
       f'{site.name} has a kernel [in {site.sizes["in"]}, out {site.sizes["out"]}]; an adapter '
       'needs at least 1 of each.'
     )
-  _check_slots(adapter.slots(), adapter)
+  with _adapter.noted(adapter, 'slots', f'layer {site.name}'):
+    given = adapter.slots()
+  _check_slots(given, adapter, site.name)
   slots, own_shapes = _slots_at(site, adapter)
   if not slots:
     raise ValueError(f'{site.name} has no bias, and {type(adapter).__name__} adapts nothing else.')
@@ -161,21 +163,44 @@ def warn_of_ranks(plans: Sequence[Plan]) -> None:
     warnings.warn(f'Rank {rank} is more than the full rank of {shown}.', stacklevel=3)
 
 
-def _check_slots(slots: Mapping[str, _adapter.Slot], adapter: _adapter.Adapter) -> None:
+def warn_of_starts(plans: Sequence[Plan]) -> None:
+  """One warning per type that another function than `attach` gives its first values."""
+  for kind in dict.fromkeys(type(p.adapter) for p in plans):
+    if kind.started_by:
+      warnings.warn(
+        f'{kind.__name__} is attached without its own first values; {kind.started_by} makes them.',
+        stacklevel=3,
+      )
+
+
+def _check_slots(slots: Any, adapter: _adapter.Adapter, layer: str) -> None:
   kind = type(adapter).__name__
+  if not isinstance(slots, Mapping):
+    given = type(slots).__name__
+    raise ValueError(f'{kind}.slots() must be {{name: Slot}}, given {given} (layer {layer}).')
   if not slots:
     raise ValueError(f'{kind}.slots() is empty: the adapter has no array.')
   for name, slot in slots.items():
     if not isinstance(slot, _adapter.Slot):
       raise ValueError(f'{kind}.slots()[{name!r}] must be a Slot, given {type(slot).__name__}.')
+    for attribute, expected, fits in (
+      ('dims', "a word per dimension, 'in rank' for example", isinstance(slot.dims, str)),
+      ('init', 'a function init(key, shape, dtype)', callable(slot.init)),
+    ):
+      if not fits:
+        raise ValueError(
+          f'{kind} has a slot {name!r} with {attribute}={getattr(slot, attribute)!r}; expected '
+          f'{expected} (layer {layer}).'
+        )
     if slot.shared and (slot.needs_weight or slot.of != 'weight' or slot.init is _adapter.together):
       raise ValueError(f'{kind} shares slot {name!r}, so it cannot start from one kernel.')
     if slot.aside and slot.trainable:
       raise ValueError(f'{kind} keeps slot {name!r} aside, so it cannot be trainable.')
     if slot.of not in ('weight', 'bias'):
       raise ValueError(f"{kind} has a slot {name!r} of {slot.of!r}; expected 'weight' or 'bias'.")
-    taken = name in _layer.RESERVED or hasattr(_layer.Attached, name) or hasattr(dict, name)
-    if taken or not name.isidentifier():
+    word = str(name)
+    taken = word in _layer.RESERVED or hasattr(_layer.Attached, word) or hasattr(dict, word)
+    if taken or word != name or not word.isidentifier():
       raise ValueError(f'{kind} cannot name a slot {name!r}; that word is taken.')
 
 
@@ -185,11 +210,8 @@ def _check_apply(
   """Runs `apply` on shapes: every slot is read, and [tokens, in] becomes [tokens, out]."""
   if site.layout.equation is None and not site.kind.point:
     return
-  sizes = site.sizes
-  shape = functools.partial(_adapter.slot_shape, adapter=adapter, sizes=sizes)
-  read = _read_slots(
-    adapter, sizes['in'], sizes['out'], tuple((n, shape(s)) for n, s in slots.items())
-  )
+  shape = functools.partial(_adapter.slot_shape, adapter=adapter, sizes=site.sizes)
+  read = _read_slots(adapter, site, tuple((n, shape(s)) for n, s in slots.items()))
   unread = [n for n in slots if n not in read]
   if unread:
     raise ValueError(
@@ -198,12 +220,13 @@ def _check_apply(
 
 
 def _read_slots(
-  adapter: _adapter.Adapter, ins: int, outs: int, shapes: tuple[tuple[str, tuple[int, ...]], ...]
+  adapter: _adapter.Adapter, site: _sites.Site, shapes: tuple[tuple[str, tuple[int, ...]], ...]
 ) -> set[str]:
   read: set[str] = set()
+  ins, outs, kind = site.sizes['in'], site.sizes['out'], type(adapter).__name__
 
   def run(x: jax.Array, w: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
-    values = _adapter.Values(arrays)
+    values = _adapter.Values(arrays, f'{kind} (layer {site.name})')
     base = _adapter.PointBase(outs) if adapter.point else _adapter.PlainBase(w)
     y = adapter.apply(x, base, values)
     read.update(values.read)
@@ -212,15 +235,23 @@ def _read_slots(
   spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   dtypes = {name: slot.dtype for name, slot in adapter.slots().items()}
   arrays = {n: spec(shape, dtype=_as_seen(dtypes[n])) for n, shape in shapes}
-  if adapter.point:
-    x = spec((2, 3, outs))
-    _points.added(x, jax.eval_shape(run, x, spec((ins, outs)), arrays))
-    return read
-  y = jax.eval_shape(run, spec((3, ins)), spec((ins, outs)), arrays)
-  if y.shape != (3, outs):
+  x = spec((2, 3, outs) if adapter.point else (3, ins))
+  with _adapter.noted(adapter, 'apply', f'layer {site.name}'):
+    y = jax.eval_shape(run, x, spec((ins, outs)), arrays)
+  if not isinstance(y, jax.ShapeDtypeStruct) or y.dtype != x.dtype:
+    given = f'an array of {y.dtype}' if isinstance(y, jax.ShapeDtypeStruct) else type(y).__name__
     raise ValueError(
-      f'{type(adapter).__name__}.apply gave shape {y.shape} for x (3, {ins}) and a kernel '
-      f'({ins}, {outs}); expected (3, {outs}).'
+      f'{kind}.apply gave {given} at layer {site.name}; expected an array of {x.dtype}, as x is.'
+    )
+  if adapter.point:
+    try:
+      _points.added(x, y)
+    except ValueError as error:
+      raise ValueError(f'{kind}.apply at {site.name}: {error}') from None
+  elif y.shape != (3, outs):
+    raise ValueError(
+      f'{kind}.apply gave shape {y.shape} for x (3, {ins}) and a kernel ({ins}, {outs}); expected '
+      f'(3, {outs}) (layer {site.name}).'
     )
   return read
 

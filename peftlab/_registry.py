@@ -9,20 +9,16 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 from typing import Any, TypeVar
+import warnings
 
 T = TypeVar('T')
 
 
 def did_you_mean(given: str, choices: Iterable[str]) -> str:
   """`"; did you mean 'x'?"` for the choice nearest to `given`, or `''` where none is near."""
-  names = list(choices)
-  plain = {name.casefold(): name for name in names}  # 'LoRA' is near 'lora'
-  near = _near(str(given), names) or [plain[n] for n in _near(str(given).casefold(), plain)]
-  return f"; did you mean '{near[0]}'?" if near else ''
-
-
-def _near(given: str, names: Iterable[str]) -> list[str]:
-  return difflib.get_close_matches(given, list(names), n=1, cutoff=0.5)
+  plain = {name.casefold(): name for name in choices if name != given}  # 'LoRA' is near 'lora'
+  near = difflib.get_close_matches(str(given).casefold(), list(plain), n=1, cutoff=0.5)
+  return f"; did you mean '{plain[near[0]]}'?" if near else ''
 
 
 class Registry:
@@ -31,14 +27,17 @@ class Registry:
   Args:
     kind: what is registered, for messages ('adapter').
     package: a package whose modules register themselves when first asked for a name.
-    entry_points: an entry-point group; an installed package adds `name = module:Class` to it.
+    entry_points: an entry-point group; an installed package adds `name = module:Class` to it. One
+      that cannot be loaded is told in a warning, and is an error for who asks for that very name.
   """
 
   def __init__(self, kind: str, *, package: str | None = None, entry_points: str | None = None):
     self.kind = kind
     self._package = package
     self._group = entry_points
+    self.check: Callable[[str, Any], None] | None = None  # raises ValueError for what is none
     self._found: dict[str, Any] = {}
+    self._broken: dict[str, str] = {}  # the name of an entry point -> why it could not be loaded
     self._discovered = False
 
   def register(self, name: str) -> Callable[[T], T]:
@@ -69,10 +68,13 @@ class Registry:
     """What is registered under `name`.
 
     Raises:
-      ValueError: no such name; the message has the nearest one and all of them.
+      ValueError: no such name; the message has the nearest one and all of them. Or the installed
+        package that has it cannot be loaded.
     """
     if name not in self._found:
       self._discover()
+    if name not in self._found and name in self._broken:
+      raise ValueError(self._broken[name])
     if name not in self._found:
       near = did_you_mean(name, self._found)
       raise ValueError(
@@ -102,11 +104,27 @@ class Registry:
         package = importlib.import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
           importlib.import_module(f'{self._package}.{module.name}')
-      for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
-        self._add(point.name, point.load())
     except BaseException:
       self._discovered = False
       raise
+    for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
+      self._load(point)
+    for reason in self._broken.values():
+      warnings.warn(reason, stacklevel=3)
+
+  def _load(self, point: importlib.metadata.EntryPoint) -> None:
+    """Adds what an installed package has; an error in it leaves all other names usable."""
+    try:
+      thing = point.load()
+      if self.check is not None:
+        self.check(point.name, thing)
+      self._add(point.name, thing)
+    except (Exception, SystemExit) as error:  # noqa: BLE001, it is told
+      package = f'the package {point.dist.name!r}' if point.dist else 'an installed package'
+      self._broken[point.name] = (
+        f'The {self.kind} {point.name!r} of {package} (entry point {point.name} = {point.value}) '
+        f'cannot be loaded: {type(error).__name__}: {str(error).rstrip(".")}.'
+      )
 
 
 def _where(thing: Any) -> str:

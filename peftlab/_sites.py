@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -16,6 +16,7 @@ BUILT_IN = (_flax_layers,)  # importing it registers the layers of flax
 
 Patterns = str | Sequence[str]
 
+WORDS = ('all-linear', 'all-embeddings')
 HEADS = ('head', 'lm_head', 'output_projection', 'unembed', 'logits')
 NOT_LINEAR = ('head', 'router')  # roles that 'all-linear' leaves alone
 
@@ -186,12 +187,13 @@ def _weight(layer: Any, kind: _kernel.LayerType, name: str) -> nnx.Variable:
 
 
 def fitting(
-  every: list[Site], adapters: Collection[_adapter.Adapter], where: Patterns
+  model: nnx.Module, every: list[Site], adapters: Collection[_adapter.Adapter], where: Patterns
 ) -> list[Site]:
   """The sites of the kinds that some adapters go on: weights, or points of a role.
 
   Raises:
-    ValueError: a pattern of `where` names none of them, but a site of another kind.
+    ValueError: a pattern of `where` names none of them, but a site of another kind, or a layer of
+      the model that is no site.
   """
   fits = [s for s in every if any(goes_on(a, s) for a in adapters)]
   others = [s for s in every if s not in fits]
@@ -200,7 +202,35 @@ def fitting(
       wrong = next((s for s in others if _matches(s, pattern)), None)
       if wrong is not None:
         raise ValueError(wrong_kind(wrong, adapters, f'where={pattern!r} names '))
+      for name, layer, why in _no_sites(model):
+        if _names(pattern, name, getattr(layer, 'role', None)):
+          types = ', '.join(dict.fromkeys(type(a).__name__ for a in adapters))
+          raise ValueError(
+            f'where={pattern!r} matches no layer that {types} goes on: {name} {why.rstrip(".")}.'
+          )
   return fits
+
+
+def _no_sites(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
+  """(name, layer, why it is no site) of every norm, and of what has a weight but is no layer."""
+  for path, node in nnx.iter_graph(model):
+    if not isinstance(node, nnx.Module) or isinstance(node, _layer.Attached):
+      continue
+    name, kind = _parts.path_name(path) or type(node).__name__, _kernel.layer_type(node)
+    if kind is None:
+      if any(isinstance(v, nnx.Param) for v in vars(node).values()):
+        cls = type(node).__name__
+        yield name, node, f'is of a class, {cls}, that peftlab.register_layer does not know'
+    elif kind.norm and not isinstance(getattr(node, kind.weight), nnx.Variable):
+      yield name, node, 'is a norm without a scale'
+    elif kind.norm:
+      known = [n for n in _registry.adapters.names() if _registry.adapters.get(n).norms]
+      yield name, node, f'is a norm. Types that go on norms: {", ".join(known)}'
+    elif not kind.point:
+      try:
+        kind.layout(node)
+      except ValueError as error:
+        yield name, node, f'cannot be adapted. {error}'
 
 
 def goes_on(adapter: Any, site: Site) -> bool:
@@ -220,9 +250,10 @@ def wrong_kind(site: Site, adapters: Collection[_adapter.Adapter], start: str = 
 def select(all_sites: list[Site], where: Patterns, exclude: Patterns = ()) -> list[Site]:
   """The sites that the patterns name, `exclude` winning.
 
-  A pattern is the word 'all-linear' (every linear layer but the head and routers), a role that
-  layers have ('attention', 'mlp', 'experts', 'router'), the last words of a path ('q_proj',
-  'attn.q': never the end of a word), or a regular expression for the whole path.
+  A pattern is the word 'all-linear' (every linear layer but the head and routers) or
+  'all-embeddings' (every table of vectors), a role that layers have ('attention', 'mlp', 'experts',
+  'router'), the last words of a path ('q_proj', 'attn.q': never the end of a word), or a regular
+  expression for the whole path.
 
   Raises:
     ValueError: a pattern that matches nothing (with the nearest path), or nothing is left.
@@ -319,22 +350,27 @@ def _matched(all_sites: list[Site], patterns: Patterns, argument: str) -> list[S
       names = [s.name for s in all_sites]
       ends = {'.'.join(n.split('.')[-k:]) for n in names for k in (1, 2, 3)}
       roles = {str(r) for s in all_sites if (r := getattr(s.layer, 'role', None))}
-      known = [n for n in ('all-linear', *sorted(ends | roles), *names) if n != pattern]
-      near = _registry.did_you_mean(pattern, known)
-      shown = ', '.join(names[:6]) + (', ...' if len(names) > 6 else '')
+      words = () if pattern in WORDS else WORDS
+      near = _registry.did_you_mean(pattern, (*words, *sorted(ends | roles), *names))
+      shown = (', '.join(names[:6]) or 'none') + (', ...' if len(names) > 6 else '')
       raise ValueError(f'{argument}={pattern!r} matches no layer{near or "."} Layers: {shown}.')
     found += hits
   return found
 
 
 def _matches(site: Site, pattern: str) -> bool:
-  role = getattr(site.layer, 'role', None)
   if pattern == 'all-linear':
     return site.kind.linear and not is_head(site)
-  if role == pattern or site.name == pattern or site.name.endswith('.' + pattern):
+  if pattern == 'all-embeddings':
+    return not (site.kind.linear or site.kind.norm or site.kind.point)
+  return _names(pattern, site.name, getattr(site.layer, 'role', None))
+
+
+def _names(pattern: str, name: str, role: str | None) -> bool:
+  if role == pattern or name == pattern or name.endswith('.' + pattern):
     return True
   try:
-    return re.fullmatch(pattern, site.name) is not None
+    return re.fullmatch(pattern, name) is not None
   except re.error as error:
     raise ValueError(f'{pattern!r} is not a path or a regular expression: {error}.') from None
 

@@ -95,16 +95,22 @@ class Slot:
 
 
 class Values(Mapping):
-  """The arrays of one adapter at one kernel, by slot: `p.a` or `p['a']`. Knows what was read."""
+  """The arrays of one adapter at one kernel, by slot: `p.a` or `p['a']`. Knows what was read.
 
-  def __init__(self, arrays: Mapping[str, jax.Array]):
-    self._arrays = dict(arrays)
+  Args:
+    arrays: by slot.
+    of: whose they are, for messages.
+  """
+
+  def __init__(self, arrays: Mapping[str, jax.Array], of: str = ''):
+    self._arrays, self._of = dict(arrays), of
     self.read: set[str] = set()
 
   def __getitem__(self, name: str) -> jax.Array:
     if name not in self._arrays:
       near = _registry.did_you_mean(name, self._arrays)
-      raise ValueError(f'No slot {name!r}{near or "."} Slots: {", ".join(self._arrays)}.')
+      start = f'{self._of}: ' if self._of else ''
+      raise ValueError(f'{start}No slot {name!r}{near or "."} Slots: {", ".join(self._arrays)}.')
     self.read.add(name)
     return self._arrays[name]
 

@@ -288,6 +288,18 @@ def priced(
   ]
 
 
+def unknown_axes(mesh: jax.sharding.Mesh, rules: Rules | None = None) -> list[str]:
+  """A line for each axis of a mesh, above 1, that no rule names."""
+  rules = current_rules() if rules is None else rules
+  known = tuple(dict.fromkeys(axis for _, want in rules for axis in want))
+  return [
+    f'Mesh axis {axis!r} ({size}) is named by no rule, so that it cuts no array'
+    f'{_registry.did_you_mean(axis, known) or "."} Axes of the rules: {", ".join(known)}.'
+    for axis, size in mesh.shape.items()
+    if size > 1 and axis not in known
+  ]
+
+
 def place(
   model: nnx.Module, mesh: jax.sharding.Mesh, rules: Rules | None = None
 ) -> tuple[nnx.Module, list[Dropped]]:

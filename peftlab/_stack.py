@@ -31,6 +31,8 @@ def root_key(rngs: nnx.Rngs | jax.Array | int) -> jax.Array:
       raise ValueError(f'The seed {rngs} must be at least 0 and below 2**32.')
     return jax.random.key(np.uint32(rngs))
   if isinstance(rngs, jax.Array) and jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
+    if rngs.ndim:
+      raise ValueError(f'rngs has keys of shape {rngs.shape}; expected one key.')
     return rngs
   raise ValueError(f'rngs must be a seed, a jax.random.key or nnx.Rngs, given {rngs!r}.')
 

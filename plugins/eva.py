@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import re
 from typing import Any
+import warnings
 
 from flax import nnx
 import jax
@@ -19,8 +20,11 @@ from peftlab.plugins import lora
 class EVA(lora.LowRank):
   """y = x W + s (x A) B, A of the inputs' main directions, B 0. Trainable: rank (in + out).
 
-  Attached, A is random as LoRA's; `start_from` makes it from data and gives each layer its rank.
+  Attached, A is random as LoRA's, which a warning says; `start_from` makes it from data and gives
+  each layer its rank.
   """
+
+  started_by = 'peftlab.plugins.eva.start_from'
 
 
 def start_from(
@@ -62,7 +66,9 @@ def start_from(
     'alpha': {_exact(p): adapter.alpha * _growth(adapter, r) for p, r in ranks.items()},
   }
   chosen = [_exact(path) for path in ranks]
-  made, report = peftlab.attach(model, adapter, where=chosen, fields=fields, **options)
+  with warnings.catch_warnings():
+    warnings.filterwarnings('ignore', message='EVA is attached without')  # they come below
+    made, report = peftlab.attach(model, adapter, where=chosen, fields=fields, **options)
   for path, node in nnx.iter_graph(made):
     if path in ranks:
       a = node.adapters[-1].a

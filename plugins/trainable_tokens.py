@@ -40,6 +40,7 @@ class TrainableTokens(peftlab.Adapter):
     tokens: the rows, each once.
   """
 
+  default_where = 'all-embeddings'
   additive = False
   peft = PeftForm(
     type='TRAINABLE_TOKENS',

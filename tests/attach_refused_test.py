@@ -1,13 +1,16 @@
 """Attach refuses every bad input in one sentence, and changes nothing."""
 
 import dataclasses
+import re
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import pytest
 
 import peftlab
 from peftlab import Slot, _attach
+from peftlab.plugins.loftq import LoftQ
 from peftlab.plugins.lora import LoRA
 from tests.attach_test import LORA, Two, once
 from tests.testing.broken_plugins import LowRank
@@ -45,6 +48,37 @@ def _with_own_adapters():
   return model
 
 
+def _applied(of):
+  """An adapter whose `apply` gives what `of` makes of LowRank's output."""
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Other(LowRank):
+    def apply(self, x, base, p):
+      return of(super().apply(x, base, p))
+
+  return Other(rank=2)
+
+
+def _slots(of):
+  """An adapter whose `slots` gives what `of` makes of LowRank's."""
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Other(LowRank):
+    def slots(self):
+      return of(super().slots())
+
+  return Other(rank=2)
+
+
+def _on_an_embedding(of):
+  embed = nnx.Embed(4, 6, rngs=nnx.Rngs(0))
+  return peftlab.attach(embed, _applied(of), where='.*')[0](jnp.zeros((2,), jnp.int32))
+
+
+def linear(ins, outs):
+  return nnx.Linear(ins, outs, rngs=nnx.Rngs(0))
+
+
 def _wide(key, shape, dtype):
   del key
   return jnp.zeros((*shape, 1), dtype)
@@ -60,14 +94,50 @@ BAD = {
     lambda: peftlab.attach(Two(), LoRA),
     '^attach takes an instance, given the type: write LoRA',
   ),
-  'no model': (lambda: peftlab.attach({}, LORA), '^split takes an nnx.Module, given dict'),
+  'no model': (
+    lambda: peftlab.attach({}, LORA),
+    r'^attach takes a model \(an nnx.Module\), given dict',
+  ),
   'parts for a model': (
     lambda: peftlab.attach(peftlab.split(Two()), LORA),
-    '^split takes an nnx.Module, given Parts',
+    r'^attach takes a model \(an nnx.Module\), given Parts',
   ),
   'nothing to adapt': (
     lambda: peftlab.attach(nnx.Embed(4, 4, rngs=nnx.Rngs(0)), LORA),
     "^where='all-linear' matches no layer. Layers: Embed.",
+  ),
+  'nothing for a model': (
+    lambda: peftlab.attach(None, LORA),
+    r'^attach takes a model \(an nnx.Module\), given NoneType',
+  ),
+  'no pattern': (lambda: peftlab.attach(Two(), {}), '^attach is given no adapter; expected an'),
+  'rngs of two keys': (
+    lambda: peftlab.attach(Two(), LORA, rngs=jax.random.split(jax.random.key(0))),
+    r'^rngs has keys of shape \(2,\); expected one key\.$',
+  ),
+  'full of no model': (
+    lambda: peftlab.attach(Two(), LORA, full={}),
+    r'^full takes a model \(an nnx.Module\), given dict\.$',
+  ),
+  'full without the layers': (
+    lambda: peftlab.attach(Two(), LoftQ(rank=2), full=nnx.Linear(6, 10, rngs=nnx.Rngs(0))),
+    r"^full has no layer '\w+'; expected the model as it was before it was quantized\.$",
+  ),
+  'full of other shapes': (
+    lambda: peftlab.attach(linear(6, 10), LoftQ(rank=2), full=linear(6, 4)),
+    r'^full has a weight \(6, 4\) at the layer Linear; expected \(6, 10\), as the model has it',
+  ),
+  'full of other shapes, unused': (
+    lambda: peftlab.attach(linear(6, 10), LORA, full=linear(6, 4)),
+    r'^full has a weight \(6, 4\) at the layer Linear; expected \(6, 10\), as the model has it',
+  ),
+  'a norm': (
+    lambda: peftlab.attach(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), LORA, where='.*'),
+    r'matches no layer that LoRA goes on: LayerNorm is a norm\. Types that go on norms: .*bias',
+  ),
+  'a layer nobody knows': (
+    lambda: peftlab.attach(nnx.ConvTranspose(4, 4, (1,), rngs=nnx.Rngs(0)), LORA, where='.*'),
+    'ConvTranspose is of a class, ConvTranspose, that peftlab.register_layer does not know',
   ),
   'an empty name': (lambda: peftlab.attach(Two(), LORA, name=''), "^The adapter name '' must"),
   'a dotted name': (
@@ -178,6 +248,46 @@ BAD = {
     lambda: peftlab.attach(Two(), _shifted()),
     r'apply gave shape \(3, 3\)',
   ),
+  'slots that are a list': (
+    lambda: peftlab.attach(Two(), _slots(list)),
+    r'^Other.slots\(\) must be {name: Slot}, given list \(layer \w+\)\.$',
+  ),
+  'dims of a number': (
+    lambda: peftlab.attach(Two(), _type(a=Slot(dims=3))),
+    r"^Odd has a slot 'a' with dims=3; expected a word per dimension, .* \(layer \w+\)\.$",
+  ),
+  'no init': (
+    lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rank', init=None))),
+    r"^Odd has a slot 'a' with init=None; expected a function init\(key, shape, dtype\)",
+  ),
+  'init of nothing': (
+    lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rank', init=lambda *given: None))),
+    r"^Odd \(layer \w+\): Slot 'a' starts as NoneType; expected an array\.$",
+  ),
+  'a missing slot, whose': (
+    lambda: peftlab.attach(Two(), _type(scale=None)),
+    r"^Odd \(layer \w+\): No slot 'scale'",
+  ),
+  'apply of nothing': (
+    lambda: peftlab.attach(Two(), _applied(lambda y: None)),
+    r'^Other.apply gave NoneType at layer \w+; expected an array of float32, as x is',
+  ),
+  'apply of two': (
+    lambda: peftlab.attach(Two(), _applied(lambda y: (y, y))),
+    r'^Other.apply gave tuple at layer',
+  ),
+  'apply of another dtype': (
+    lambda: peftlab.attach(Two(), _applied(lambda y: y.astype(jnp.bfloat16))),
+    r'^Other.apply gave an array of bfloat16 at layer \w+; expected an array of float32',
+  ),
+  'apply of nothing on an embedding': (
+    lambda: _on_an_embedding(lambda y: None),
+    r'^Other.apply gave NoneType on the layer Embed; expected an array \(2, 6\)\.$',
+  ),
+  'apply of another shape on an embedding': (
+    lambda: _on_an_embedding(lambda y: y[:1]),
+    r'^Other.apply gave an array \(1, 6\) on the layer Embed; expected an array \(2, 6\)\.$',
+  ),
   'a layer with adapters of its own': (
     lambda: peftlab.attach(_with_own_adapters(), LORA),
     'has an attribute `adapters` of its own',
@@ -219,3 +329,26 @@ def test_a_failing_activate_switches_nothing():
   with pytest.raises(ValueError, match="no adapter 'x'"):
     peftlab.activate(model, 'second', 'x')
   assert [a.active for a in model.up.adapters] == [True, False]
+
+
+def _broken(y):
+  del y
+  raise KeyError('gone')
+
+
+@pytest.mark.parametrize(
+  ('call', 'note'),
+  (
+    (lambda: peftlab.attach(Two(), _applied(_broken)), r'type Other in apply \(layer \w+\)\.'),
+    (lambda: peftlab.attach(Two(), _slots(_broken)), r'type Other in slots \(layer \w+\)\.'),
+    (
+      lambda: peftlab.attach(Two(), _type(a=Slot(dims='in rank', init=lambda *given: _broken(0)))),
+      r'type Odd in its first values \(layer \w+\)\.',
+    ),
+    (lambda: _on_an_embedding(_broken), r"type Other in apply \(Embed, adapter 'default'\)\."),
+  ),
+)
+def test_an_error_in_a_type_of_ones_own_says_where(call, note):
+  with pytest.raises(KeyError, match='gone') as error:
+    call()
+  assert any(re.search(note, line) for line in error.value.__notes__)

@@ -40,6 +40,11 @@ MOST_MAPS = 20_000  # a process may have 65,530, and XLA's CPU compiler crashes 
 _TESTS = itertools.count(1)
 
 
+def pytest_configure(config):
+  """Every type is attached by tests of all types, also one that another function starts."""
+  config.addinivalue_line('filterwarnings', 'ignore:.* is attached without its own first values')
+
+
 @pytest.fixture(scope='module')
 def quick_compiles():
   """Programs of this module are compiled with few optimizations: for tests that compile much."""

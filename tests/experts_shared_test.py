@@ -51,7 +51,7 @@ def test_every_type_lets_experts_share_but_what_starts_from_a_weight(name):
   shapes = nnx.eval_shape(
     lambda: ExpertDense(2, {'embed': 48}, {'mlp': 32}, rngs=nnx.Rngs(0), bias=True)
   )
-  attach = lambda: peftlab.attach(shapes, adapter, experts='one')  # noqa: E731
+  attach = lambda: peftlab.attach(shapes, adapter, where='all-linear', experts='one')  # noqa: E731
   if any(slot.needs_weight for slot in adapter.slots().values()):
     with pytest.raises(ValueError, match='from the weight of each expert'):
       attach()

@@ -143,6 +143,11 @@ def test_trainable_is_false_for_constants_only():
   }
 
 
+def test_trainable_takes_parts():
+  with pytest.raises(ValueError, match=r'^trainable takes Parts \(see split\), given Everything.$'):
+    peftlab.trainable(Everything())
+
+
 def test_flat_and_nest_are_inverses():
   tree = {'a': {'b': 1, 0: 2}, 'c': 3}
   assert _parts.flat(tree) == {('a', 'b'): 1, ('a', 0): 2, ('c',): 3}

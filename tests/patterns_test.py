@@ -58,7 +58,7 @@ BAD = {
     lambda: peftlab.attach(model(), {'up': LoRA()}, where='down'),
     'leave out `where`',
   ),
-  'nothing': (lambda: peftlab.attach(model(), {}), 'leave out `where`'),
+  'nothing': (lambda: peftlab.attach(model(), {}), '^attach is given no adapter; expected'),
   'not an adapter': (lambda: peftlab.attach(model(), {'up': LoRA}), r'write LoRA\(\)'),
   'field': (
     lambda: peftlab.attach(model(), LoRA(), fields={'rnak': {'up': 2}}),

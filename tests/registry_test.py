@@ -119,3 +119,39 @@ def test_did_you_mean_is_empty_where_nothing_is_near():
 def test_the_registered_adapters_and_appliers():
   assert 'lora' in peftlab.adapter_types()
   assert {'scan', 'sequential'} <= set(_registry.appliers.names())
+
+
+def _broken(monkeypatch, *points):
+  monkeypatch.setattr(importlib.metadata, 'entry_points', lambda *, group: list(points))
+  return Registry('tool', entry_points='shop.tools')
+
+
+def test_a_broken_package_leaves_the_others_usable(monkeypatch):
+  good = importlib.metadata.EntryPoint('ordered', 'collections:OrderedDict', 'shop.tools')
+  bad = importlib.metadata.EntryPoint('saw', 'no_such_shop:Saw', 'shop.tools')
+  told = (
+    "The tool 'saw' of an installed package (entry point saw = no_such_shop:Saw) cannot be loaded: "
+    "ModuleNotFoundError: No module named 'no_such_shop'."
+  )
+  registry = _broken(monkeypatch, bad, good)
+  with pytest.warns(UserWarning, match='no_such_shop') as warned:
+    assert registry.names() == ('ordered',)
+  assert [str(w.message) for w in warned] == [told]
+  assert registry.get('ordered').__name__ == 'OrderedDict'
+  with pytest.raises(ValueError, match='no_such_shop') as error:
+    registry.get('saw')
+  assert str(error.value) == told
+
+
+def test_a_package_that_takes_a_name_leaves_it_to_the_first(monkeypatch):
+  point = importlib.metadata.EntryPoint('saw', 'collections:OrderedDict', 'shop.tools')
+  registry = _broken(monkeypatch, point)
+  registry.register('saw')(dict)
+  with pytest.warns(UserWarning, match='taken by builtins.dict, so collections.OrderedDict'):
+    assert registry.names() == ('saw',)
+  assert registry.get('saw') is dict
+
+
+def test_a_name_that_differs_in_case_alone_is_the_nearest_and_the_same_is_none():
+  assert did_you_mean('attn.Q', ['attn.v', 'attn.q']) == "; did you mean 'attn.q'?"
+  assert did_you_mean('down', ['down']) == ''

@@ -1,5 +1,7 @@
 """Group H: which layers patterns name, strictly; experts and embeddings; what is refused."""
 
+import dataclasses
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import peftlab
-from peftlab import _sites, testing
+from peftlab import _registry, _sites, testing
 from peftlab.plugins.lora import LoRA
 
 pytestmark = pytest.mark.usefixtures('quick_compiles')
@@ -34,6 +36,7 @@ ALL = [f'layers.{i}.{n}' for i in (0, 1) for n in ('o_proj', 'q_proj', 'xq_proj'
 # (where, exclude) -> paths
 NAMED = {
   ('all-linear', ()): ALL,
+  ('all-embeddings', ()): ['embed'],
   ('q_proj', ()): ['layers.0.q_proj', 'layers.1.q_proj'],  # never xq_proj
   (('q_proj', 'o_proj'), ()): [p for p in ALL if 'xq' not in p],
   ('layers.1.q_proj', ()): ['layers.1.q_proj'],
@@ -114,6 +117,50 @@ def test_a_layer_that_is_no_kernel_is_left_out_aloud():
   with pytest.warns(UserWarning, match='conv cannot be adapted: A convolution with feature groups'):
     _, report = peftlab.attach(Grouped(), LoRA(rank=2))
   assert [row.path for row in report.rows] == ['linear']
+
+
+NO_KERNELS = (
+  lambda: nnx.Conv(4, 4, (1,), feature_group_count=2, rngs=nnx.Rngs(0)),
+  lambda: nnx.LinearGeneral(4, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0)),
+)
+
+
+@pytest.mark.parametrize('make', NO_KERNELS)
+def test_a_pattern_for_a_layer_that_is_no_kernel_is_told_why(make):
+  with (
+    pytest.warns(UserWarning, match='cannot be adapted'),
+    pytest.raises(ValueError, match=r'matches no layer that LoRA goes on: \w+ cannot be adapted\.'),
+  ):
+    peftlab.attach(make(), LoRA(rank=2), where='.*')
+
+
+def test_a_type_goes_on_the_layers_that_it_declares():
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class OfTables(LoRA):
+    default_where = 'all-embeddings'
+
+  _, report = peftlab.attach(Model(), OfTables(rank=2))
+  assert [row.path for row in report.rows] == ['embed']
+  _, report = peftlab.attach(Model(), OfTables(rank=2), where='q_proj')
+  assert [row.path for row in report.rows] == ['layers.0.q_proj', 'layers.1.q_proj']
+  with pytest.raises(ValueError, match=r"^where='all-embeddings' matches no layer"):
+    peftlab.attach(linear(), OfTables(rank=2))
+
+
+def test_trainable_tokens_go_on_the_embedding():
+  kind = _registry.adapters.get('trainable_tokens')
+  _, report = peftlab.attach(Model(), kind(tokens=(1, 3)))
+  assert [row.path for row in report.rows] == ['embed']
+
+
+def test_a_norm_is_refused_with_the_types_that_go_on_norms():
+  with pytest.raises(ValueError, match=r'goes on: norm is a norm\. Types that go on norms: .*bias'):
+    peftlab.attach(Model(), LoRA(rank=2), where=('q_proj', 'norm'))
+
+
+def test_the_nearest_layer_is_compared_without_case():
+  with pytest.raises(ValueError, match=r"did you mean '0\.q_proj'"):
+    peftlab.attach(Model(), LoRA(rank=2), where='0.Q_proj')
 
 
 def test_a_layer_held_twice_is_adapted_once():

@@ -21,7 +21,8 @@ def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_enum('from', None, list(_FROM), text, **options)
   text = 'a PEFT folder; or the folder of an Orbax checkpoint, an .npz or a .safetensors file'
   flags.DEFINE_string('source', '', text, **options)
-  flags.DEFINE_string('base', _source.DEFAULT, 'the base of the adapter', **options)
+  text = f'the base of the adapter. Default: what its folder says, else {_source.DEFAULT}'
+  flags.DEFINE_string('base', '', text, **options)
   text = 'the LoRA alpha that it was trained with, which maxtext and tunix keep elsewhere'
   flags.DEFINE_float('alpha', None, text, **options)
   flags.DEFINE_string('out', '', 'folder for the adapter; PEFT reads it too', **options)
@@ -44,11 +45,13 @@ def run(argv: list[str]) -> int:
     raise ValueError(f'--alpha is missing: {origin} does not keep it with the factors.')
   if origin == 'hf' and values.alpha is not None:
     raise ValueError('--alpha is given, but a PEFT folder says its own.')
-  files.writable_folder(values.out, subject='--out', inputs=[values.source])
+  files.writable_folder(
+    values.out, subject='--out', inputs=[values.source], marker='adapter_config.json'
+  )
   from peftlab.formats import adapter_folder
   from peftlab.models.load import load_model
 
-  base = _source.base_source(values.base, ())
+  base = _source.base_source(values.base, (values.source,) if origin == 'hf' else ())
   model: Any = load_model(base)
   if origin == 'hf':
     model = adapter_folder.load_adapter(model, values.source)

@@ -43,7 +43,9 @@ def run(argv: list[str]) -> int:
     files.existing_folder(folder)
   if not values.out:
     raise ValueError('--out is missing; expected a folder for the new adapter.')
-  files.writable_folder(values.out, subject='--out', inputs=values.adapter)
+  files.writable_folder(
+    values.out, subject='--out', inputs=values.adapter, marker='adapter_config.json'
+  )
   base = _source.base_source(values.base, values.adapter)
   from peftlab.formats import adapter_folder
   from peftlab.fuse import combine

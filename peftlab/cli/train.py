@@ -85,9 +85,10 @@ def run(argv: list[str]) -> int:
 
 def _dry_run(experiment: Experiment) -> int:
   """Shows what a run would adapt; what a run would refuse before it loads weights is refused."""
-  from peftlab.train import feasible, page
+  from peftlab.train import feasible, page, text
 
   found = feasible.outlined(experiment)
+  text.check_corpus(experiment.data.corpus)
   print(fields.to_json(experiment), end='')
   print(found.report.table())
   for what, size in found.sizes.items():

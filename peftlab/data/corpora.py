@@ -62,7 +62,7 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
 
   A .jsonl row is {"text"}, {"prompt", "completion"} or {"messages": [{"role", "content"}, ...]},
   with an optional "id" that names its conversation. Prompt and completion are joined as they are.
-  A .txt file is cut into documents of about 2,000 characters, at blank lines where there are any.
+  A .txt file is cut into documents of 2,000 to 8,000 characters, see `text_files.read_txt`.
 
   Raises:
     ValueError: no such name or file, a package that is not installed (with the command that

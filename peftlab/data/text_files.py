@@ -39,18 +39,18 @@ def read_txt(path: pathlib.Path) -> list[tuple[str, str]]:
   """Documents of a text file and their places: joined, they are the file, nothing lost.
 
   A document ends at the first blank line after 2,000 characters, or at the first line end after
-  8,000.
+  8,000. A line of more than 16,000 is cut into several, at spaces where there are any.
   """
   documents: list[tuple[str, str]] = []
   document, where = '', ''
   with files.existing_file(path).open('rb') as file:
     for number, line in enumerate(file, start=1):
-      text = _decode(line, number, path)
-      where = where or f"Line {number} of '{path}'"
-      document += text
-      if len(document) >= (_LONGEST if text.strip() else _DOCUMENT):
-        documents.append((where, document))
-        document, where = '', ''
+      for text in _pieces(_decode(line, number, path)):
+        where = where or f"Line {number} of '{path}'"
+        document += text
+        if len(document) >= (_LONGEST if text.strip() else _DOCUMENT):
+          documents.append((where, document))
+          document, where = '', ''
   if document.strip() or not documents:
     documents.append((where, document))
   elif document:  # blank lines at the end of the file
@@ -58,6 +58,15 @@ def read_txt(path: pathlib.Path) -> list[tuple[str, str]]:
   if not documents[0][1].strip():
     raise ValueError(f"'{path}' has no text.")
   return documents
+
+
+def _pieces(line: str) -> Iterator[str]:
+  """A line in pieces of at most 16,000 characters."""
+  while len(line) > 2 * _LONGEST:
+    cut = line.rfind(' ', _LONGEST, 2 * _LONGEST) + 1 or _LONGEST
+    yield line[:cut]
+    line = line[cut:]
+  yield line
 
 
 def _decode(line: bytes, number: int, path: pathlib.Path) -> str:

@@ -193,7 +193,11 @@ def _beside(path: pathlib.Path) -> str:
 
 
 def writable_folder(
-  path: str | os.PathLike[str], *, subject: str, inputs: Iterable[str | os.PathLike[str]] = ()
+  path: str | os.PathLike[str],
+  *,
+  subject: str,
+  inputs: Iterable[str | os.PathLike[str]] = (),
+  marker: str = '',
 ) -> pathlib.Path:
   """`path`, where it is a folder, or can be made in one that exists; nothing is made.
 
@@ -201,9 +205,11 @@ def writable_folder(
     path: where something is to be written.
     subject: what, for messages: 'Adapter folder'.
     inputs: folders that are read for it, and must stay as they are.
+    marker: a file that a folder of this kind has: one without it must be empty.
 
   Raises:
-    ValueError: no path, a file, a missing parent, one of `inputs`, or no right to write there.
+    ValueError: no path, a file, a missing parent, one of `inputs`, a folder of something else, or
+      no right to write there.
   """
   path = _given(path, subject)
   if path.resolve() in (pathlib.Path(given).resolve() for given in inputs):
@@ -214,6 +220,13 @@ def writable_folder(
     state = 'is a file' if path.parent.is_file() else 'does not exist'
     near = near_path(path.parent) if state == 'does not exist' else ''
     raise ValueError(f"{subject} '{path}' cannot be made: '{path.parent}' {state}{near or '.'}")
+  readable = path.exists() and os.access(path, os.R_OK | os.X_OK)
+  held = sorted(each.name for each in path.iterdir()) if readable else []
+  if marker and held and marker not in held:
+    raise ValueError(
+      f"{subject} '{path}' holds {', '.join(held[:3])} and no {marker}; expected an empty folder, "
+      'a new one, or one that was written before.'
+    )
   if not os.access(path if path.exists() else path.parent, os.W_OK | os.X_OK):
     raise ValueError(f"{subject} '{path}' cannot be written: Permission denied.")
   return path

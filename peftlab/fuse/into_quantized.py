@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 import warnings
 
@@ -14,6 +15,7 @@ from peftlab.fuse import into_weights
 from peftlab.quant import convert, encoding, quantized
 
 SWALLOWED = 0.5  # of the delta's size: an error above it leaves little of the fine-tuning
+ROUNDING = 1e-6  # of the kernel's size: what float32 makes of a delta of 0
 
 
 def fuse_quantized(
@@ -23,14 +25,16 @@ def fuse_quantized(
 
   Rounding W + D to codes loses up to half a step, and a step is often larger than the whole delta
   D. The error is measured for each kernel and warned about; to keep the delta exactly, `fuse`
-  gives kernels in numbers.
+  gives kernels in numbers. A kernel that the adapter leaves as it is, as a fresh one does, keeps
+  its arrays, the very objects.
 
   Args:
     model: is not touched.
     name: of the adapter.
 
   Returns:
-    The model, and {layer: ||round(W + D) - W - D|| / ||D||} over all layers of a stack.
+    The model, and {layer: ||round(W + D) - W - D|| / ||D||} over all layers of a stack; 0 where
+    the kernel is left as it is.
 
   Raises:
     ValueError: see `fuse`; or no kernel with this adapter is quantized.
@@ -50,8 +54,9 @@ def fuse_quantized(
   result, _ = convert.carry_out(fused, plans)
   after = {s.path: s.weight.get_raw_value() for s in _sites.sites(result)}
   for plan in plans:
-    path = plan.site.path
-    errors[plan.site.name] = _lost(plan.site.weight.get_raw_value(), before[path], after[path])
+    path, exact = plan.site.path, plan.site.weight.get_raw_value()
+    kept = plan.value is not None
+    errors[plan.site.name] = 0.0 if kept else _lost(exact, before[path], after[path])
   low = [f'{n} ({e:.0%})' for n, e in errors.items() if e > SWALLOWED]
   if low:
     shown = ', '.join(low[:6]) + (f' and {len(low) - 6} more' if len(low) > 6 else '')
@@ -67,11 +72,26 @@ def _again(site: _sites.Site, held: quantized.Quantized) -> convert.Plan:
   """The plan that quantizes a fused kernel as the one before it was."""
   chosen = held.form.quantizer
   plan = convert.plan_site(site, chosen, None)
+  if _same(site.weight.get_raw_value(), held):
+    return dataclasses.replace(plan, value=held)
   try:
     encoding.shapes(plan.form)
   except ValueError as error:
     raise ValueError(f'{site.name} cannot be quantized again: {error}') from None
   return plan
+
+
+def _same(fused: jax.Array, held: quantized.Quantized) -> bool:
+  """Whether a fused kernel is the one before it, but for the rounding of the arithmetic."""
+  plain = held.dense(jnp.float32).astype(fused.dtype)  # as `fuse` decodes and rounds it
+
+  @jax.jit
+  def sizes(fused: jax.Array, plain: jax.Array) -> tuple[jax.Array, jax.Array]:
+    fused, plain = fused.astype(jnp.float32), plain.astype(jnp.float32)
+    return ((fused - plain) ** 2).sum(), (plain**2).sum()
+
+  delta, whole = sizes(fused, plain)
+  return float(delta) <= ROUNDING**2 * float(whole)
 
 
 def _lost(fused: Any, before: quantized.Quantized, after: quantized.Quantized) -> float:

@@ -61,6 +61,7 @@ def combine(
   rule = _rule(method, density, rank, vote)
   found = _found(model, weights, name)
   into = _type_of_result(found, into)
+  _check_rank(found, rank)
   if rule.aside:
     _check_factors(found)
   key = _stack.root_key(rngs)
@@ -110,6 +111,8 @@ def _found(
   model: nnx.Module, weights: Mapping[str, float], name: str
 ) -> list[tuple[_sites.Site, dict[str, _layer.Attached]]]:
   """Every site that one of the adapters has, with those it has; all of them checked."""
+  if not isinstance(weights, Mapping):
+    raise ValueError(f'weights is {weights!r}; expected {{name: weight}}.')
   if not weights:
     raise ValueError('There is no adapter to combine; expected {name: weight}.')
   for given, weight in weights.items():
@@ -129,6 +132,17 @@ def _found(
     if held:
       found.append((site, held))
   return found
+
+
+def _check_rank(
+  found: list[tuple[_sites.Site, dict[str, _layer.Attached]]], rank: int | None
+) -> None:
+  """Raises ValueError for a rank that no change at these sites can have."""
+  full, name = max((min(site.sizes.values()), site.name) for site, _ in found)
+  if rank is not None and rank > full:
+    raise ValueError(
+      f'rank is {rank}; the largest full rank of these layers is {full} ({name}), which holds all.'
+    )
 
 
 def check_type(kind: type[_adapter.Adapter], where: str) -> None:

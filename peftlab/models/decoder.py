@@ -114,6 +114,7 @@ class Decoder(nnx.Module):
     y = x if self.inputs is None else self.inputs(x)
     count = _points.added(x, y)
     virtual.check_segments(self.config, count, segment_ids)
+    virtual.check_length(self.config, count, x.shape[1])
     return y, virtual.with_virtual(positions, count) if count else positions
 
   def _batch(
@@ -211,6 +212,7 @@ class Decoder(nnx.Module):
     empty = jnp.zeros((batch, 0, c.embed), self.embed.table.dtype)
     first = empty if self.inputs is None else model.inputs(empty)
     model.virtual = first.shape[1]
+    virtual.check_length(c, model.virtual, length)
     for path, blocks in block.blocks_in(model.layers):
       lead, order = groups.layers_at(path, c).shape, _stack.order_at(model, path)
       lead = lead if order is None else (len(order), *lead[1:])
@@ -222,6 +224,15 @@ class Decoder(nnx.Module):
     if model.virtual:
       model._fill(first)
     return model
+
+  @property
+  def room(self) -> int:
+    """The tokens of a text that fit behind the virtual tokens of its adapters."""
+    inputs: Any = self.inputs
+    if not getattr(inputs, 'adapters', ()):
+      return self.config.max_length
+    empty = jax.ShapeDtypeStruct((1, 0, self.config.embed), self.embed.table.dtype)
+    return self.config.max_length - jax.eval_shape(inputs, empty).shape[1]
 
   def _fill(self, first: jax.Array) -> None:
     """Puts the keys and values of virtual tokens [batch, count, embed] into the empty caches.

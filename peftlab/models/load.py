@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import math
 import os
 import pathlib
 from typing import Any, cast
+import warnings
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _padded, _processes, _registry, _specs
+from peftlab import _padded, _parts, _processes, _registry, _specs
 from peftlab._sites import Patterns
 from peftlab.appliers.applier import Applier
 from peftlab.formats import files, packages
@@ -64,6 +66,13 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 
 
+_EXAMPLES = 3
+
+
+class DroppedWarning(UserWarning):
+  """Of mesh axes that do not divide an array, so that each device holds more of it."""
+
+
 def load_model(
   source: str | os.PathLike[str],
   mesh: jax.sharding.Mesh | None = None,
@@ -89,7 +98,7 @@ def load_model(
     mesh: where the arrays go, by their logical axes; None: the default device.
     applier: how the layers are run: a registered name, or an applier.
     dtype: of weights and activations: float32, bfloat16 or float16, as a word or as jnp.bfloat16.
-    rules: logical axes -> mesh axes; None: those in force.
+    rules: logical axes -> mesh axes; None: those in force. It warns of a mesh axis in none.
     remat: what an applier given by name recomputes in the backward pass; None: its own default.
     quant: how weights are held: a quantizer or its name ('nf4'), 'file' (as they are in a GGUF
       file), None: in `dtype`. Each tensor is quantized as it is read.
@@ -98,16 +107,15 @@ def load_model(
     quant_exclude: patterns of layers that are not.
     saved: a folder for the quantized base: where it is there it is read, bit by bit, and nothing is
       quantized; else it is written there.
-    indivisible: where a mesh axis does not divide a dimension of a weight: 'drop' does not use the
-      axis there, 'pad' stores the dimension longer in memory (never on disk), 'error' refuses.
+    indivisible: where a mesh axis does not divide a dimension of a weight: 'drop' warns and leaves
+      it out, 'pad' stores the dimension longer in memory (never on disk), 'error' refuses.
 
   Raises:
     ValueError: a source, applier, dtype or quantizer that is not known; a field of the config that
       is not supported; a tensor missing, too many, of another shape; a tile that does not divide.
   """
   _padded.check_indivisible(indivisible)
-  if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
-    raise ValueError(f'mesh is {mesh!r:.60}; expected a jax.sharding.Mesh or None.')
+  _check_mesh(mesh, rules)
   model, chosen, tensors = _outline(source, applier, dtype, remat)
   request = _request(quant, tile, quant_where, quant_exclude)
   if saved and request is None:
@@ -123,7 +131,54 @@ def load_model(
       bases.save(loaded, saved, source=origin)
   with _specs.use_rules(rules):
     loaded.lay_out(mesh, donate=True)
+    _warn_dropped(loaded, None if indivisible != 'drop' else mesh)
   return loaded
+
+
+def _warn_dropped(model: nnx.Module, mesh: jax.sharding.Mesh | None) -> None:
+  """In one line which axes of a mesh do not divide arrays; those that cost the most are shown."""
+  dropped = [] if mesh is None else _specs.shardings(model, mesh)[1]
+  if mesh is None or not dropped:
+    return
+  axes = ', '.join(
+    f"'{a}' ({mesh.shape[a]})" for a in mesh.shape if any(d.axis == a for d in dropped)
+  )
+  most = sorted(dropped, key=lambda d: -d.extra_bytes)
+  shown = [f"{d.path} dimension {d.dim} ({d.size}) by '{d.axis}'" for d in most[:_EXAMPLES]]
+  more = f', and {len(most) - _EXAMPLES} more' if len(most) > _EXAMPLES else ''
+  warnings.warn(
+    f'{len({d.path for d in dropped})} arrays are not cut by mesh axes that do not divide them: '
+    f'{axes}; each device holds {_extra_bytes(model, mesh):,} bytes more. Not cut: '
+    f"{', '.join(shown)}{more}. indivisible='pad' stores them longer instead, 'error' refuses.",
+    DroppedWarning,
+    stacklevel=3,
+  )
+
+
+def _extra_bytes(model: nnx.Module, mesh: jax.sharding.Mesh) -> int:
+  """What a device holds more than if every mesh axis divided; axes dropped together count once."""
+
+  def one(array: Any, axes: _specs.Axes | None) -> int:
+    wanted = _specs.spec_for(axes or (), mesh)
+    held = math.prod(array.shape) * _parts.bits(array.dtype) // 8
+    fitted = _specs.fit_spec(array.shape, wanted, mesh)[0]
+    return held // _specs.shards(fitted, mesh) - held // _specs.shards(wanted, mesh)
+
+  total = 0
+  for path, variable in _parts.variables(model).items():
+    value = variable.get_raw_value()
+    axes = _specs.leaf_axes(variable, value, _parts.path_name(path))
+    total += sum(jax.tree.leaves(jax.tree.map(one, value, axes)))
+  return total
+
+
+def _check_mesh(mesh: jax.sharding.Mesh | None, rules: _specs.Rules | None) -> None:
+  if mesh is None:
+    return
+  if not isinstance(mesh, jax.sharding.Mesh):
+    raise ValueError(f'mesh is {mesh!r:.60}; expected a jax.sharding.Mesh or None.')
+  for line in _specs.unknown_axes(mesh, rules):
+    warnings.warn(line, stacklevel=3)
 
 
 def _read(model: decoder.Decoder, chosen: Format, tensors: Any, **options: Any) -> decoder.Decoder:
@@ -154,8 +209,12 @@ def outline(
   tile: int | str | None = None,
   quant_where: Patterns = 'all-linear',
   quant_exclude: Patterns = (),
+  mesh: jax.sharding.Mesh | None = None,
+  indivisible: str = 'drop',
 ) -> decoder.Decoder:
   """The decoder of a source as shapes: its config and the names of its weights are read.
+
+  On a mesh each shape has the sharding that `load_model` gives the array.
 
   Args and errors: see `load_model`.
   """
@@ -169,10 +228,18 @@ def outline(
     where=str(source_path(source)),
   )
   request = _request(quant, tile, quant_where, quant_exclude)
-  if request is None:
-    return model
-  of = weights.kinds(targets, tensors)
-  return cast(Any, streaming.outline(model, request, kinds=lambda path: of.get(path, set())))
+  made: nnx.Module = model
+  if mesh is not None and _padded.check_indivisible(indivisible) == 'pad':
+    made = _padded.outline(made, mesh)
+  if request is not None:
+    of = weights.kinds(targets, tensors)
+    options: dict[str, Any] = {'kinds': lambda path: of.get(path, set()), 'mesh': mesh}
+    made = streaming.outline(made, request, indivisible=indivisible, **options)
+  elif mesh is not None:
+    made = streaming.placed(made, mesh)
+  if mesh is not None and indivisible == 'error':
+    _padded.refuse(_specs.shardings(made, mesh)[1])
+  return cast(Any, made)
 
 
 def _outline(

@@ -53,3 +53,12 @@ def check_segments(config: DecoderConfig, count: int, segment_ids: Any) -> None:
       f'The rows hold several texts (segment_ids) behind {count} virtual tokens, and a layer with '
       'a state would forget these at the start of each text; expected one text per row.'
     )
+
+
+def check_length(config: DecoderConfig, count: int, length: int) -> None:
+  """Raises ValueError where virtual tokens and the text behind them are longer than a context."""
+  if count and count + length > config.max_length:
+    raise ValueError(
+      f'{count} virtual tokens stand before {length} of the text; the max_length of the model is '
+      f'{config.max_length}: at most {max(config.max_length - count, 0)} of the text fit.'
+    )

@@ -27,6 +27,7 @@ class Plan:
     entries: of the weight's spec, stack axes first; None where it is on no mesh.
     mesh: the mesh, or None.
     indivisible: what is done where a mesh axis does not divide an array, see `quantize`.
+    value: what it becomes, where that is at hand; None: it is encoded.
   """
 
   site: _sites.Site
@@ -35,6 +36,7 @@ class Plan:
   entries: tuple | None
   mesh: Any
   indivisible: str = 'drop'
+  value: quantized.Quantized | None = None
 
   def arrays(self) -> tuple[Mapping[str, Any] | None, list[_specs.Dropped]]:
     """Where the arrays go, see `encoding.fitted` (None: on no mesh), and the axes dropped."""
@@ -78,7 +80,8 @@ def quantize(
 
   Raises:
     ValueError: no such quantizer, nothing matches, a weight is quantized already, a tile does not
-      divide the inputs, or an axis an array and that is an error; nothing was changed.
+      divide the inputs, a weight holds NaN or infinity, or an axis does not divide an array and
+      that is an error; nothing was changed.
   """
   options: dict[str, Any] = {'where': where, 'exclude': exclude, 'tile': tile}
   plans = plan(model, given, indivisible=indivisible, **options)
@@ -140,6 +143,7 @@ def plan_site(site: _sites.Site, chosen: quantizer.Quantizer, tile: tiles.Tile) 
     shape=site.shape,
     dtype=str(value.dtype),
     tiled=tiled,
+    name=f'{site.name}.{site.kind.weight}',
   )
   placed: Any = getattr(value, 'sharding', None)
   mesh: Any = placed.mesh if isinstance(placed, NamedSharding) else None
@@ -153,7 +157,7 @@ def plan_site(site: _sites.Site, chosen: quantizer.Quantizer, tile: tiles.Tile) 
     tile,
     inputs=form.inputs,
     shards=shards,
-    name=f'{site.name}.{site.kind.weight}',
+    name=form.name,
     dimension=f"the dimension '{tiled}'",
   )
   settled = settled.settled(_platform(placed), settled.tile or form.inputs)
@@ -175,6 +179,8 @@ def _entries(spec: Any, rank: int, stack: tuple[int, ...]) -> tuple:
 
 
 def _encoded(one: Plan) -> tuple[quantized.Quantized, list[_specs.Dropped]]:
+  if one.value is not None:
+    return one.value, []
   site, form = one.site, one.form
   value: Any = _padded.cut(site.weight.get_raw_value())
   placed, dropped = one.arrays()

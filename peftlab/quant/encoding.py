@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
 
 from peftlab import _padded, _parts, _specs
 from peftlab.quant import quantized, quantizer
@@ -65,7 +66,7 @@ def fitted(
 def encode(
   form: Form, weight: jax.Array, placed: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """A weight [*stack, *own] -> its arrays; the weight is only read.
+  """A weight [*stack, *own] -> its arrays; the weight is only read, and once.
 
   Beside weight and arrays no more is held than a slice: a layer's 1/16 or less.
 
@@ -73,10 +74,15 @@ def encode(
     form: of the weight.
     weight: any float dtype, on any mesh.
     placed: of `fitted`: where the arrays go; None: the device of the weight.
+
+  Raises:
+    ValueError: a number is NaN or infinite.
   """
   stack = weight.ndim - len(form.shape)
   if placed is None:
-    return _encoder(form, stack, None)(weight)
+    made, wrong = _encoder(form, stack, None)(weight)
+    _check_finite(form, wrong)
+    return made
   shardings = {name: shape.sharding for name, shape in placed.items()}
   mesh = next(iter(shardings.values())).mesh
   # The arithmetic runs on a mesh of Auto axes around the same devices, so that it is one program
@@ -86,9 +92,22 @@ def encode(
     weight = jax.device_put(weight, NamedSharding(twin, weight.sharding.spec))
   stored = tuple((n, shardings[n].spec, _stored(shape)) for n, shape in placed.items())
   with jax.set_mesh(twin):
-    made = _encoder(form, stack, (twin, stored))(weight)
+    made, wrong = _encoder(form, stack, (twin, stored))(weight)
+  _check_finite(form, wrong)
   made = {name: jax.device_put(array, shardings[name]) for name, array in made.items()}
   return {name: _as(made[name], shape) for name, shape in placed.items()}
+
+
+def _check_finite(form: Form, wrong: jax.Array) -> None:
+  """Raises ValueError where a weight has numbers that no code stands for; counted per layer."""
+  if isinstance(wrong, jax.core.Tracer):
+    return
+  count = int(np.asarray(wrong).sum(dtype=np.int64))
+  if count:
+    raise ValueError(
+      f'{form.name or "A weight"} of shape {form.shape} holds {count:,} numbers that are NaN or '
+      f'infinite; expected finite ones, {form.quantizer.name} has no code for others.'
+    )
 
 
 def _stored(shape: Any) -> tuple[int, ...]:
@@ -100,30 +119,39 @@ def _as(array: jax.Array, like: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _encoder(form: Form, stack: int, where: Any) -> Callable[[jax.Array], dict[str, Any]]:
+def _encoder(
+  form: Form, stack: int, where: Any
+) -> Callable[[jax.Array], tuple[dict[str, Any], jax.Array]]:
+  """A weight -> its arrays, and how many of its numbers are not finite [*stack]."""
   tiled = quantized.over_stack(stack, functools.partial(_sliced, form.quantizer))
   compress = quantized.over_stack(stack, form.quantizer.compress)
   if where is None:
-    return jax.jit(lambda weight: compress(tiled(_tiles(form, stack, weight))))
+
+    def alone(weight: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+      made, wrong = tiled(_tiles(form, stack, weight))
+      return compress(made), _per_layer(wrong, stack)
+
+    return jax.jit(alone)
   mesh, stored = where
   out = {name: NamedSharding(mesh, spec) for name, spec, _ in stored}
   whole = {name: shape for name, _, shape in stored}
   codes, shape = next((spec, shape) for name, spec, shape in stored if name == 'codes')
 
-  def run(weight: jax.Array) -> dict[str, Any]:
+  def run(weight: jax.Array) -> tuple[dict[str, Any], jax.Array]:
     view = _tiles(form, stack, weight)
     wide = (*shape[: stack + 1], form.tile, *shape[stack + 2 :])
     work = _work_spec(codes, stack, wide, mesh)
-    per_tile = _per_tile_specs(form, stack, work)
+    per_tile = _per_tile_specs(form, stack, work), work  # each device counts what it encodes
     mapped = jax.shard_map(tiled, mesh=mesh, in_specs=work, out_specs=per_tile, check_vma=False)
     work = NamedSharding(mesh, work)
-    made = mapped(jax.lax.with_sharding_constraint(_padded.widened(view, wide), work))
+    made, wrong = mapped(jax.lax.with_sharding_constraint(_padded.widened(view, wide), work))
     if wide != view.shape:  # what is compressed together must not see the padding
       true = (slice(0, view.shape[stack]), ..., *(slice(0, n) for n in form.outs))
       made = {name: a[(*(slice(None),) * stack, *true)] for name, a in made.items()}
-    return {name: _padded.widened(a, whole[name]) for name, a in compress(made).items()}
+    made = {name: _padded.widened(a, whole[name]) for name, a in compress(made).items()}
+    return made, _per_layer(wrong, stack)
 
-  return jax.jit(run, out_shardings=out)
+  return jax.jit(run, out_shardings=(out, NamedSharding(mesh, PartitionSpec())))
 
 
 def _work_spec(
@@ -159,13 +187,22 @@ def _per_tile_specs(form: Form, stack: int, codes: PartitionSpec) -> dict[str, P
   return {n: PartitionSpec(*first, *(None,) * (r - 1 - kept), *last) for n, r in ranks.items()}
 
 
-def _sliced(chosen: quantizer.Quantizer, w: jax.Array) -> dict[str, jax.Array]:
-  """`encode` of [tiles, tile, *outs], slice by slice along its best cut dimension."""
+def _wrong(w: jax.Array) -> jax.Array:
+  """How many numbers of w are not finite, [1, ...] with a dimension for each of w."""
+  return jnp.sum(~jnp.isfinite(w), dtype=jnp.int32, keepdims=True)
+
+
+def _per_layer(wrong: jax.Array, stack: int) -> jax.Array:
+  return wrong.sum(range(stack, wrong.ndim))
+
+
+def _sliced(chosen: quantizer.Quantizer, w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+  """`encode` of [tiles, tile, *outs] and `_wrong`, slice by slice along its best cut dimension."""
   axes = [0, *range(2, w.ndim)]
   pieces, axis = max((_pieces(w.shape[a], 2 if a == w.ndim - 1 else 1), -a) for a in axes)
   axis = -axis
   if math.prod(w.shape) <= SMALL or pieces == 1:
-    return chosen.encode(w.astype(jnp.float32))
+    return chosen.encode(w.astype(jnp.float32)), _wrong(w)
   size = w.shape[axis] // pieces
 
   def encoded(part: jax.Array) -> dict[str, jax.Array]:
@@ -179,14 +216,17 @@ def _sliced(chosen: quantizer.Quantizer, w: jax.Array) -> dict[str, jax.Array]:
   dims = {n: _axis_of(a, axis, w.ndim) for n, a in whole.items()}
   kinds = jax.eval_shape(chosen.encode, jax.ShapeDtypeStruct(w.shape, jnp.float32))
 
-  def step(i: jax.Array, held: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    made = encoded(jax.lax.dynamic_slice_in_dim(w, i * size, size, axis))
-    put = jax.lax.dynamic_update_slice_in_dim
-    return {n: put(a, made[n], i * one[n].shape[dims[n]], dims[n]) for n, a in held.items()}
+  def step(i: jax.Array, state: tuple[dict[str, jax.Array], jax.Array]) -> tuple:
+    held, wrong = state
+    part = jax.lax.dynamic_slice_in_dim(w, i * size, size, axis)
+    made, put = encoded(part), jax.lax.dynamic_update_slice_in_dim
+    held = {n: put(a, made[n], i * one[n].shape[dims[n]], dims[n]) for n, a in held.items()}
+    return held, wrong + _wrong(part)
 
   start = {name: jnp.zeros(a.shape, a.dtype) for name, a in whole.items()}
-  done = jax.lax.fori_loop(0, pieces, step, start)
-  return {n: _from_bytes(a, kinds[n]) for n, a in done.items()}
+  none = jnp.zeros((1,) * w.ndim, jnp.int32)
+  done, wrong = jax.lax.fori_loop(0, pieces, step, (start, none))
+  return {n: _from_bytes(a, kinds[n]) for n, a in done.items()}, wrong
 
 
 def _axis_of(array: Any, axis: int, rank: int) -> int:

@@ -27,6 +27,7 @@ class Form:
     dtype: that the weight had.
     tiled: the word of the dimensions that are cut into tiles: 'in', and of a lookup 'out', so that
       a row is decoded by itself.
+    name: of the weight, for messages; no part of what it is.
   """
 
   quantizer: quantizer.Quantizer
@@ -34,6 +35,7 @@ class Form:
   shape: tuple[int, ...]
   dtype: str
   tiled: str = 'in'
+  name: str = dataclasses.field(default='', compare=False)
 
   @property
   def order(self) -> tuple[int, ...]:

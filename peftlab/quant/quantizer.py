@@ -127,7 +127,9 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
     return given
   if not isinstance(given, str):
     raise ValueError(f'A quantizer is a name or a Quantizer, given {given!r}.')
-  name, _, rest = given.strip().partition('(')
+  name, opened, rest = given.strip().partition('(')
+  if opened and not rest.endswith(')'):
+    raise ValueError(f'{given!r} has no closing parenthesis; expected NAME(OPTION=VALUE, ...).')
   cls = _registry.quantizers.get(name.strip())
   options: dict[str, Any] = {}
   for pair in filter(None, (p.strip() for p in rest.removesuffix(')').split(','))):
@@ -150,7 +152,7 @@ def _option(given: str, key: str, value: str, default: Any) -> Any:
   if isinstance(default, int):
     if value.isdecimal():
       return int(value)
-    raise ValueError(f'{given!r} has {key}={value}; expected a whole number.')
+    raise ValueError(f'{given!r} has {key}={value}; expected a whole number, 0 or more.')
   return value
 
 

@@ -61,17 +61,24 @@ def outline(
       that no quantizer reads.
   """
   if mesh is not None:
-    parts = _parts.split(model)
-    where, _ = _specs.shardings(model, mesh, rules)
-    leaves = _parts.flat(parts.base)
-    placed = {path: jax.tree.map(_placed, leaf, where[path]) for path, leaf in leaves.items()}
-    model = _parts.merge(parts.replace(base=_parts.nest(placed)))
+    model = placed(model, mesh, rules)
   chosen: Any = request.quant
   if chosen == FILE:
     chosen = functools.partial(_of_file, kinds=kinds)
   asked: dict[str, Any] = {'where': request.where, 'exclude': request.exclude}
   plans = convert.plan(model, chosen, tile=request.tile, indivisible=indivisible, **asked)
   return convert.carry_out(model, plans)[0]
+
+
+def placed(
+  model: nnx.Module, mesh: jax.sharding.Mesh, rules: _specs.Rules | None = None
+) -> nnx.Module:
+  """A model of shapes -> the same with the sharding that each array of the base gets on a mesh."""
+  parts = _parts.split(model)
+  where, _ = _specs.shardings(model, mesh, rules)
+  leaves = _parts.flat(parts.base)
+  base = {path: jax.tree.map(_placed, leaf, where[path]) for path, leaf in leaves.items()}
+  return _parts.merge(parts.replace(base=_parts.nest(base)))
 
 
 def _placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -117,18 +124,18 @@ def fill(
     shardings: where the arrays go, None: the default device.
   """
   form, lead = value.form, len(value.stack)
-  own, placed = None, None
+  own, where = None, None
   if shardings is not None:
     shapes = jax.tree.map(_placed, value.arrays, shardings.arrays)
     own = jax.tree.map(lambda shape: _without(shape, lead), shapes)
-    placed = jax.tree.map(lambda shape: shape.sharding, shapes)
+    where = jax.tree.map(lambda shape: shape.sharding, shapes)
   held: Any = jax.tree.map(
-    lambda a, where: jnp.zeros(a.shape, a.dtype, device=where),
+    lambda a, place: jnp.zeros(a.shape, a.dtype, device=place),
     value.arrays,
-    placed or dict.fromkeys(value.arrays),
+    where or dict.fromkeys(value.arrays),
     is_leaf=lambda a: a is None,
   )
-  put = _set_layer(None if placed is None else tuple(sorted(placed.items())))
+  put = _set_layer(None if where is None else tuple(sorted(where.items())))
   for index, tensor, blocks in layers:
     made = _from_blocks(form, tensor, own) if blocks else _encoded(form, tensor, own)
     if not lead:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import numpy as np
 
 from peftlab.quant import quantizer
 
 SMALLEST = 8  # inputs; below it the scales cost more than the codes of 4 bits
+SHOWN = 6  # of the tiles that would do, in a message
 
 AUTO = 'auto'
 Tile = int | str | None
@@ -28,14 +32,16 @@ def settle(
   Raises:
     ValueError: a tile that does not divide the inputs.
   """
-  tile = parsed(tile)
+  given, tile = chosen, parsed(tile)
   if tile == AUTO:
     return dataclasses.replace(chosen, tile=_automatic(chosen, inputs, shards, name))
-  if isinstance(tile, int):
-    chosen = dataclasses.replace(chosen, tile=tile)
+  if tile is not None:
+    asked: Any = tile  # which the quantizer checks
+    chosen = dataclasses.replace(chosen, tile=asked)
   if chosen.tile and inputs % chosen.tile:
-    fits = ', '.join(map(str, divisors(inputs, chosen.tile))) or 'none'
-    advice = f"Tiles that would: {fits}, 0 (all of them) or 'auto'."
+    fits = ', '.join([*map(str, nearest(inputs, chosen.tile)), '0 (all of them)'])
+    auto = " or 'auto'" if _largest(given.tile, inputs, shards) else ''
+    advice = f'Tiles that would: {fits}{auto}.'
     if chosen.exact_tile:
       advice = f'{chosen.name} has no other tile: leave this layer out, or take another quantizer.'
     raise ValueError(
@@ -51,6 +57,8 @@ def parsed(tile: Tile) -> Tile:
   Raises:
     ValueError: another word, or a negative number.
   """
+  if isinstance(tile, np.integer):
+    return int(tile)
   if isinstance(tile, str) and tile != AUTO:
     if tile and not tile.isdecimal():
       raise ValueError(
@@ -66,17 +74,29 @@ def _automatic(chosen: quantizer.Quantizer, inputs: int, shards: int, name: str)
     return settle(
       chosen, None, inputs=inputs, shards=shards, name=name, dimension='the inputs'
     ).tile
-  part = inputs // shards if inputs % shards == 0 else inputs
-  for size in (part, inputs):
-    found = divisors(size, chosen.tile)
-    if found:
-      return found[-1]
+  found = _largest(chosen.tile, inputs, shards)
+  if found:
+    return found
+  fits = ', '.join([*map(str, nearest(inputs, chosen.tile)), '0 (one scale per output)'])
   raise ValueError(
-    f'{name}: no tile of {SMALLEST} to {chosen.tile} divides the inputs ({inputs}); give tile=0 '
-    '(one scale per output), or leave this layer out.'
+    f"{name}: 'auto' takes a tile of {SMALLEST} to that of {chosen.name} ({chosen.tile}), and none "
+    f'divides the inputs ({inputs}). Tiles that would: {fits}; or leave this layer out.'
   )
+
+
+def _largest(most: int, inputs: int, shards: int) -> int:
+  """What 'auto' takes of a quantizer whose own tile is `most`; 0 where there is none."""
+  part = inputs // shards if inputs % shards == 0 else inputs
+  return max(divisors(part, most)[-1:] or divisors(inputs, most)[-1:], default=0)
 
 
 def divisors(size: int, most: int) -> list[int]:
   """The divisors of a size from SMALLEST to `most`, rising."""
   return [n for n in range(SMALLEST, min(size, most) + 1) if size % n == 0]
+
+
+def nearest(inputs: int, tile: int) -> list[int]:
+  """The divisors of some inputs, but for all of them, that are nearest to a tile, rising."""
+  every = [n for n in range(2, inputs // 2 + 1) if inputs % n == 0]
+  usual = [n for n in every if n >= SMALLEST]  # smaller ones only where there are no others
+  return sorted(sorted(usual or every, key=lambda n: abs(n - tile))[:SHOWN])

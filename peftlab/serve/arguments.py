@@ -29,7 +29,7 @@ def check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None
       f'The model has adapters for {rows} rows; there are {len(prompts)} prompts; expected one '
       'for each row.'
     )
-  vocab, longest = model.config.vocab, model.config.max_length
+  vocab, longest = model.config.vocab, model.room
   for number, prompt in enumerate(prompts):
     if not _is_list(prompt):
       raise ValueError(
@@ -44,11 +44,12 @@ def check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None
         f'{vocab - 1}.'
       )
     if len(prompt) + max_tokens > longest:
-      room = longest - len(prompt)
+      room, taken = longest - len(prompt), model.config.max_length - longest
+      virtual = f' with {taken} virtual tokens' if taken else ''
       fits = f'at most {room} fit' if room > 0 else 'a shorter prompt is needed'
       raise ValueError(
         f'Prompt {number} has {len(prompt)} tokens and max_tokens is {max_tokens}; the max_length '
-        f'of the model is {longest}: {fits}.'
+        f'of the model is {model.config.max_length}{virtual}: {fits}.'
       )
 
 
@@ -70,15 +71,20 @@ def _is_whole(value: Any) -> bool:
   )
 
 
-def check_choice(sampling: Any, stop: Any) -> None:
+def check_choice(sampling: Any, stop: Any, model: Any) -> None:
   """Raises ValueError for a sampling or stop tokens of another type."""
   if not isinstance(sampling, Sampling):
     raise ValueError(f'sampling is {sampling!r:.60}; expected a serve.Sampling.')
   if isinstance(stop, str | bytes) or not hasattr(stop, '__iter__'):
-    raise ValueError(f'stop is {stop!r:.60}; expected a collection of tokens, ({stop!r:.20},).')
+    near = f', ({int(stop)},)' if _is_whole(stop) else ', () for none'
+    raise ValueError(f'stop is {stop!r:.60}; expected a collection of tokens{near}.')
   wrong = [token for token in stop if not _is_whole(token)]
   if wrong:
     raise ValueError(f'stop has {wrong[0]!r:.60}; expected tokens, which are whole numbers.')
+  vocab = model.config.vocab
+  beyond = [token for token in stop if not 0 <= token < vocab]
+  if beyond:
+    raise ValueError(f'stop has {beyond[0]}; the vocabulary of the model is 0 to {vocab - 1}.')
 
 
 def keys(seed: Any, count: int) -> jax.Array:

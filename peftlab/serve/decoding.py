@@ -47,8 +47,8 @@ def generate(
     The new tokens of each prompt.
 
   Raises:
-    ValueError: no prompt, an empty one, a token outside the vocabulary, or a text that would be
-      longer than the model's max_length.
+    ValueError: no prompt, an empty one, a token outside the vocabulary, a text that would be longer
+      than the model's max_length, or logits that are not finite.
   """
   options = dict(max_tokens=max_tokens, sampling=sampling, stop=stop, seed=seed)
   steps = stream(model, prompts, **options)
@@ -71,7 +71,7 @@ def stream(
 ) -> Iterator[list[int | None]]:
   """Like `generate`, one token of every prompt at a time; None for a text that has ended."""
   arguments.check(model, prompts, max_tokens)
-  arguments.check_choice(sampling, stop)
+  arguments.check_choice(sampling, stop, model)
   keys = arguments.keys(seed, len(prompts))
   return _until_stopped(
     _tokens(model, prompts, max_tokens, sampling, keys), frozenset(map(int, stop))
@@ -98,8 +98,7 @@ def _tokens(
   """The next token of every prompt, `max_tokens` times."""
   parts = _parts.evaluation_parts(model)
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  most = model.config.max_length
-  size = min(_round_up(int(lengths.max()) + max_tokens, _CACHE_STEP), most)
+  size = min(_round_up(int(lengths.max()) + max_tokens, _CACHE_STEP), model.room)
   padded = np.zeros(
     (len(prompts), min(_round_up(int(lengths.max()), _PROMPT_STEP), size)), np.int32
   )
@@ -109,7 +108,7 @@ def _tokens(
   with _specs.using(mesh):
     prefill = _prefill(parts.graph, size, sampling.kind)
     token, cached = prefill(parts.adapter, parts.base, parts.state, padded, lengths, keys, numbers)
-  yield np.asarray(token).tolist()
+  yield _known(token)
   state = cached.state
   leaves, tree = jax.tree.flatten(jax.tree.map(lambda a: a.sharding, state))
   decode = _decode(cached.graph, sampling.kind, tuple(leaves), tree)
@@ -118,7 +117,22 @@ def _tokens(
       # The token that was chosen last stands at position length + step - 1.
       place, count = lengths + np.int32(step - 1), np.int32(step)
       token, state = decode(parts.adapter, parts.base, state, token, place, count, keys, numbers)
-    yield np.asarray(token).tolist()
+    yield _known(token)
+
+
+def _known(tokens: jax.Array) -> list[int]:
+  """The tokens of all rows.
+
+  Raises:
+    ValueError: the logits of a row were NaN or infinite.
+  """
+  found = np.asarray(tokens).tolist()
+  if samplings.UNKNOWN in found:
+    raise ValueError(
+      f'The logits of row {found.index(samplings.UNKNOWN)} are NaN or infinite; expected numbers '
+      'from which a token can be chosen. A base or an adapter with such weights gives them.'
+    )
+  return found
 
 
 def _round_up(size: int, step: int) -> int:
@@ -191,4 +205,5 @@ def _choose(
 ) -> jax.Array:
   """[batch, 1, vocab] -> [batch]; every token of every row is drawn with a key of its own."""
   keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, count)
-  return samplings.choose(logits[:, 0], keys, kind=kind, numbers=numbers)
+  tokens = samplings.choose(logits[:, 0], keys, kind=kind, numbers=numbers)
+  return jnp.where(jnp.isfinite(jnp.max(logits[:, 0], axis=-1)), tokens, samplings.UNKNOWN)

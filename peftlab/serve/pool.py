@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,11 +52,15 @@ class Pool:
     Raises:
       ValueError: the model has adapters, or a capacity or a rank is below 1.
     """
+    if not isinstance(model, nnx.Module):
+      raise ValueError(f'The base of a pool is a {type(model).__name__}; expected an nnx.Module.')
     if _attach.names(model):
       have = ', '.join(_attach.names(model))
       raise ValueError(f'The model of a pool has adapters ({have}); detach them first.')
-    if capacity < 1 or min(ranks, default=1) < 1:
-      raise ValueError(f'capacity is {capacity}, ranks {tuple(ranks)}; each must be at least 1.')
+    if not all(isinstance(n, int) and n >= 1 for n in (capacity, *ranks)):
+      raise ValueError(
+        f'capacity is {capacity}, ranks {tuple(ranks)}; each must be at least 1, a whole number.'
+      )
     self.model, self.capacity, self.ranks = model, capacity, tuple(sorted(ranks))
     self._sites = {s.path: s for s in _sites.sites(model, norms=True, points=True)}
     self._banks: dict[banks.Key, banks.Bank] = {}
@@ -80,7 +85,7 @@ class Pool:
       name: by which rows ask for it.
       source: a folder of an adapter, or a model that carries it, on this base.
       of: its name in that model.
-      any_base: accept a folder that was made on another base.
+      any_base: accept an adapter that was made on another base.
 
     Raises:
       ValueError: the name is taken, the bank is full, the adapter is of another base, holds NaN or
@@ -91,10 +96,13 @@ class Pool:
     _attach.check_name(name)
     if not isinstance(source, nnx.Module):
       source = adapter_folder.load_adapter(self.model, source, name=of, any_base=any_base)
+      any_base = True  # `load_adapter` has compared it
     _attach.require(source, of)
     attached = _found(source, of)
     for path, one in attached.items():
       self._check(path, one)
+    if not any_base:
+      _check_base(self.model, source)
     arrays = {path: banks.host_arrays(self._sites[path], one) for path, one in attached.items()}
     for path, slots in arrays.items():
       _check_arrays(slots, attached[path], self._sites[path])
@@ -176,6 +184,27 @@ class Pool:
       raise ValueError(f'{kind.__name__} cannot be mixed in a batch; use it alone ({name}).')
     if site.experts:
       raise ValueError(f'{name} has experts; adapters of experts cannot be mixed in a batch.')
+
+
+def _check_base(model: nnx.Module, other: nnx.Module) -> None:
+  """Raises ValueError where `other` lacks a base array of a model, or has other numbers there."""
+  _, count, lost = _parts.shared_base(model, other)
+  mine, theirs = (
+    {_parts.path_name(p): a for p, a in _parts.flat(_parts.split(m).base).items()}
+    for m in (model, other)
+  )
+  differ = [name for name in lost if not _equal(mine[name], theirs.get(name))]
+  if differ:
+    raise ValueError(
+      f'The adapter is on another base: {len(differ)} of {count} arrays differ, {differ[0]} first; '
+      'expected the base of the pool (any_base=True takes it nonetheless).'
+    )
+
+
+def _equal(mine: Any, theirs: Any) -> bool:
+  """Whether two values, each an array or codes, hold the same numbers."""
+  (one, tree), (two, other) = (jax.tree.flatten(value) for value in (mine, theirs))
+  return tree == other and all(map(np.array_equal, one, two))
 
 
 def _check_arrays(

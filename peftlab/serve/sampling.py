@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 _COLDEST, _HOTTEST = 0.01, 100.0
 
+UNKNOWN = -1  # in the place of a token: the logits were not finite
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:

@@ -45,6 +45,11 @@ class Case:
     """The role of the points that the adapter goes on; '': it goes on weights."""
     return self.adapter.point
 
+  @property
+  def where(self) -> str:
+    """The layers of the suite's models that it goes on, whatever it goes on by default."""
+    return self.point or 'all-linear'
+
   def needs_weights(self) -> None:
     """Raises NotApplicable for an adapter that goes on points."""
     if self.point:
@@ -76,7 +81,7 @@ class Case:
   @functools.cached_property
   def attached(self) -> tuple[nnx.Module, Any]:
     """(the model with a fresh adapter, the report)."""
-    return _attach.attach(self.base_model(), self.adapter, rngs=0)
+    return _attach.attach(self.base_model(), self.adapter, where=self.where, rngs=0)
 
   @functools.cached_property
   def fresh(self) -> _parts.Parts:
@@ -91,12 +96,14 @@ class Case:
   @functools.cached_property
   def other(self) -> _parts.Parts:
     """Like `fresh`, of another seed."""
-    return _parts.split(_attach.attach(self.base_model(), self.adapter, rngs=1)[0])
+    return _parts.split(
+      _attach.attach(self.base_model(), self.adapter, where=self.where, rngs=1)[0]
+    )
 
   @functools.cached_property
   def listed(self) -> nnx.Module:
     """ListModel with a fresh adapter of the seed of `fresh`."""
-    return _attach.attach(self.list_model(), self.adapter, rngs=0)[0]
+    return _attach.attach(self.list_model(), self.adapter, where=self.where, rngs=0)[0]
 
   def is_shared(self, path: tuple) -> bool:
     """Whether the array at a path belongs to the whole model."""

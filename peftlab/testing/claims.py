@@ -43,7 +43,7 @@ def divides_as_claimed(case: cases.Case) -> None:
   case.needs_weights()
   model = nnx.eval_shape(lambda: _Layer(UNEVEN))
   words = _adapter.divided(case.adapter)
-  message = _refused(lambda: _attach.attach(model, case.adapter))
+  message = _refused(lambda: _attach.attach(model, case.adapter, where=case.where))
   if not words:
     assert not message, f'no slot has a quotient, but {UNEVEN} is refused: {message}'
     return
@@ -82,10 +82,10 @@ def experts_as_claimed(case: cases.Case) -> None:
     len(ROUTING), {'embed': width}, {'mlp': width}, rngs=nnx.Rngs(0), bias=True
   )
   if not case.adapter.experts:
-    refused = _refused(lambda: _attach.attach(layer, case.adapter))
+    refused = _refused(lambda: _attach.attach(layer, case.adapter, where=case.where))
     assert refused, 'experts is False, but it was attached to experts'
     return
-  parts = cases.randomized(_parts.split(_attach.attach(layer, case.adapter)[0]))
+  parts = cases.randomized(_parts.split(_attach.attach(layer, case.adapter, where=case.where)[0]))
   x = cases.stack_input(width)[: sum(ROUTING)]
   y = _routed(parts, x, jnp.asarray(ROUTING))
   held: Any = _parts.merge(parts)
@@ -129,11 +129,11 @@ def quantized_as_claimed(case: cases.Case) -> None:
   for name in ('int8', 'nf4') if case.thorough else ('nf4',):
     coded, _ = quant.quantize(model, name, tile=8)
     if not case.adapter.quantized_base:
-      refused = _refused(lambda coded=coded: _attach.attach(coded, case.adapter))
+      refused = _refused(lambda coded=coded: _attach.attach(coded, case.adapter, where=case.where))
       assert refused, 'quantized_base is False, but it was attached to codes'
       continue
     parts = [
-      cases.randomized(_parts.split(_attach.attach(base, case.adapter)[0]))
+      cases.randomized(_parts.split(_attach.attach(base, case.adapter, where=case.where)[0]))
       for base in (coded, quant.dequantize(coded))
     ]
     x = cases.stack_input(16)

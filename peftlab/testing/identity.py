@@ -23,7 +23,7 @@ def starts_as_base(case: cases.Case) -> None:
   # At a model of usual width, at the inputs that the adapter changes most: a few vectors among many
   # random ones tell little of a change of low rank.
   base = case.base_model(WIDE)
-  model, _ = _attach.attach(base, case.adapter, rngs=0)
+  model, _ = _attach.attach(base, case.adapter, where=case.where, rngs=0)
   x = cases.stack_input(WIDE[0])
   y, expected = _where_they_differ(_parts.split(model), _parts.split(base), x)
   cases.assert_differ(y, expected, 'identity_at_start is False, but it starts as the base')
@@ -89,7 +89,7 @@ def detach_gives_back_base(case: cases.Case) -> None:
 def keeps_activations_dtype(case: cases.Case) -> None:
   """In bfloat16 over a float32 base the carry of a scan and the output stay bfloat16."""
   dtype = jnp.bfloat16
-  model, _ = _attach.attach(case.base_model(dtype=dtype), case.adapter)
+  model, _ = _attach.attach(case.base_model(dtype=dtype), case.adapter, where=case.where)
   parts = cases.randomized(_parts.split(model))
   y = cases.forward(parts, cases.stack_input().astype(dtype))
   assert y.dtype == dtype, f'y is {y.dtype.name}'

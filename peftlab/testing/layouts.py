@@ -102,7 +102,7 @@ def compiles_once(case: cases.Case) -> None:
   x = cases.stack_input()
   chex.clear_trace_counter()
   run = jax.jit(chex.assert_max_traces(_forward, n=1))
-  first = _parts.split(_attach.attach(model, case.adapter)[0])
+  first = _parts.split(_attach.attach(model, case.adapter, where=case.where)[0])
   run.trace(first, x)
   floats = {
     f.name: 2 * getattr(case.adapter, f.name)
@@ -111,7 +111,9 @@ def compiles_once(case: cases.Case) -> None:
   }
   changed = dataclasses.replace(case.adapter, **floats)
   for adapter, name, rngs in ((case.adapter, 'other', 5), (changed, 'third', 6)):
-    run.trace(_parts.split(_attach.attach(model, adapter, name=name, rngs=rngs)[0]), x)
+    run.trace(
+      _parts.split(_attach.attach(model, adapter, where=case.where, name=name, rngs=rngs)[0]), x
+    )
   for parts, what in ((case.fresh, 'fresh'), (case.trained, 'trained')):
     chex.assert_trees_all_equal_shapes_and_dtypes(parts.adapter, first.adapter)
     weak = [_parts.path_name(p) for p, a in _parts.flat(parts.adapter).items() if a.weak_type]

@@ -30,7 +30,7 @@ def _model(case: cases.Case) -> nnx.Module:
 def _two(case: cases.Case) -> _parts.Parts:
   model = _model(case)
   for seed, name in enumerate(('first', 'second')):
-    model, _ = _attach.attach(model, case.adapter, name=name, rngs=seed)
+    model, _ = _attach.attach(model, case.adapter, where=case.where, name=name, rngs=seed)
   return cases.randomized(_parts.split(model))
 
 
@@ -63,10 +63,12 @@ def deltas_add_up(case: cases.Case) -> None:
 def adding_leaves_the_others(case: cases.Case) -> None:
   """Another adapter leaves arrays and output of those before it, and does not nest."""
   alone = _model(case)
-  alone, _ = _attach.attach(alone, case.adapter, name='first')
+  alone, _ = _attach.attach(alone, case.adapter, where=case.where, name='first')
   parts = cases.randomized(_parts.split(alone))
   before = _outputs(parts, _x(case), (('first',),))[0]
-  more, _ = _attach.attach(_parts.merge(parts), case.adapter, name='second', rngs=1)
+  more, _ = _attach.attach(
+    _parts.merge(parts), case.adapter, where=case.where, name='second', rngs=1
+  )
   after = _parts.split(more)
   for path, array in _parts.flat(parts.adapter).items():
     kept = _parts.flat(after.adapter)[path]
@@ -80,11 +82,11 @@ def adding_leaves_the_others(case: cases.Case) -> None:
 
 def a_taken_name_is_refused(case: cases.Case) -> None:
   """A second adapter of the same name at the same layer is refused, and nothing changes."""
-  model, _ = _attach.attach(_model(case), case.adapter, name='first')
+  model, _ = _attach.attach(_model(case), case.adapter, where=case.where, name='first')
   before = _parts.split(model)
   message = ''
   try:
-    _attach.attach(model, case.adapter, name='first')
+    _attach.attach(model, case.adapter, where=case.where, name='first')
   except ValueError as error:
     message = str(error)
   assert message, 'attached twice under one name'

@@ -20,7 +20,7 @@ def _placed(mesh: str, sizes: tuple[int, int], points: bool) -> nnx.Module:
 
 def _attached(case: cases.Case, model: nnx.Module) -> tuple[_parts.Parts, _parts.Parts]:
   """(first values, random values) on a model."""
-  fresh = _parts.split(_attach.attach(model, case.adapter)[0])
+  fresh = _parts.split(_attach.attach(model, case.adapter, where=case.where)[0])
   return fresh, cases.randomized(fresh)
 
 
@@ -62,7 +62,9 @@ def arrays_are_sharded_like_their_kernel(case: cases.Case) -> None:
   if not cut:
     raise cases.NotApplicable('no slot has exactly one dimension of the kernel')
   for mesh_name, mesh in _meshes(case).items():
-    model, report = _attach.attach(_placed(mesh_name, models.EVEN, bool(case.point)), case.adapter)
+    model, report = _attach.attach(
+      _placed(mesh_name, models.EVEN, bool(case.point)), case.adapter, where=case.where
+    )
     dropped = [d for d in report.dropped if d.path.rpartition('.')[2] in cut]
     assert not dropped, f'on {mesh_name} it dropped {dropped}'
     adapter = _parts.flat(_parts.split(model).adapter)

@@ -82,7 +82,7 @@ def dropout_is_for_training(case: cases.Case) -> None:
   assert not _rng_counts(case.fresh), 'it holds an rng at dropout 0'
   fields: dict[str, Any] = {'dropout': 0.5}
   adapter = dataclasses.replace(case.adapter, **fields)
-  model, _ = _attach.attach(case.base_model(), adapter)
+  model, _ = _attach.attach(case.base_model(), adapter, where=case.where)
   parts = _parts.split(model).replace(adapter=case.random.adapter)
   x = cases.stack_input()
   model = _parts.merge(parts)

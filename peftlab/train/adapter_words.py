@@ -11,6 +11,7 @@ from peftlab import _registry
 from peftlab.train import fields
 
 _ADAPTER = re.compile(r'(?P<where>.+)=(?P<type>[\w-]+)(?:\((?P<fields>.*)\))?')
+_FORM = "PATTERN=TYPE or PATTERN=TYPE(FIELD=VALUE, ...), 'mlp=dora(rank=16)' for example."
 _FIELD = re.compile(r'(?P<where>.+):(?P<field>\w+)=(?P<value>.*)')
 
 
@@ -24,11 +25,10 @@ def adapters(given: Sequence[str], *, name: str = 'adapters') -> dict[str, Any]:
   found: dict[str, Any] = {}
   for words in given:
     match = _ADAPTER.fullmatch(words)
+    if words.count('(') != words.count(')'):
+      raise ValueError(f'{name} has {words!r}, whose brackets do not match; expected {_FORM}')
     if match is None:
-      raise ValueError(
-        f'{name} has {words!r}; expected PATTERN=TYPE or PATTERN=TYPE(FIELD=VALUE, ...), '
-        "'mlp=dora(rank=16)' for example."
-      )
+      raise ValueError(f'{name} has {words!r}; expected {_FORM}')
     if match['where'] in found:
       raise ValueError(f'{name} has the pattern {match["where"]!r} twice: {", ".join(given)}.')
     subject = f'{name} has {words!r}'

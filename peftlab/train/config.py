@@ -258,6 +258,8 @@ class TrainConfig:
       check_range(f'train.{name}', getattr(self, name), 0)
     for name in ('b1', 'b2'):
       check_range(f'train.{name}', getattr(self, name), 0, 1)
+      if getattr(self, name) == 1:
+        raise ValueError(f'train.{name} is 1; a mean that forgets nothing never moves: below 1.')
     check_range('train.warmup_steps', self.warmup_steps, 0, self.steps)
     if self.spike_skip and self.spike_skip <= 1:
       raise ValueError(f'train.spike_skip is {self.spike_skip}; it must be above 1, or 0 for none.')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import math
 from typing import Any
+import warnings
 
 import jax
 from jax.sharding import NamedSharding
@@ -52,6 +53,32 @@ def _refuse_part(sizes: Mapping[str, int], count: int) -> None:
     f'mesh is {shown}, which takes {count} of the {jax.device_count()} devices of '
     f'{_processes.count()} processes; expected all of them, --config.mesh.fsdp=-1 for example.'
   )
+
+
+def warn_idle(mesh: jax.sharding.Mesh | None, tree: Any, *, applier: str) -> None:
+  """Warns of each mesh axis along which devices repeat one another's work.
+
+  Args:
+    mesh: of the run.
+    tree: its arrays, or shapes that say where they lie.
+    applier: a name; under all but the pipeline every device runs all layers, also those that others
+      hold.
+  """
+  if mesh is None or not _processes.is_first():
+    return
+  specs = [_specs.spec_for(('batch', 'length'), mesh)]
+  placed = (getattr(leaf, 'sharding', None) for leaf in jax.tree.leaves(tree))
+  specs += [sharding.spec for sharding in placed if isinstance(sharding, NamedSharding)]
+  used = {axis for spec in specs for entry in spec for axis in _specs.entry_axes(entry)}
+  for axis, size in mesh.shape.items():
+    repeat = f"the {size} devices along it repeat one another's work. Expected 1"
+    if axis == 'stage' and size > 1 and applier != 'pipeline':
+      line = f'base.applier is {applier}, under which {repeat}, or base.applier=pipeline.'
+    elif size > 1 and axis not in used:
+      line = f'it cuts neither the batch nor any array of the model: {repeat}.'
+    else:
+      continue
+    warnings.warn(f'mesh.{axis} is {size}, but {line}', stacklevel=2)
 
 
 def place_batch(batch: Mapping[str, Any], mesh: jax.sharding.Mesh | None) -> dict[str, jax.Array]:

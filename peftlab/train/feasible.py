@@ -49,15 +49,15 @@ def outlined(experiment: Experiment) -> Outline:
 
   Raises:
     ValueError: no such base, too few devices, a pattern that matches no layer, an adapter that
-      does not fit them, rows that are too long, a role that no slot has, or arrays that no memory
-      here holds.
+      does not fit them, rows that are too long, a role that no slot has, arrays that no memory
+      here holds, or a mesh axis that does not divide an array where that is an error.
   """
   mesh = devices.make_mesh(experiment.mesh)
   devices.check_batch(experiment, mesh)
   base = experiment.base
-  shapes = load.outline(
-    base.source, applier=base.make_applier(), dtype=base.dtype, **base.quantization
-  )
+  options: dict[str, Any] = {'mesh': mesh, 'indivisible': experiment.mesh.indivisible}
+  options |= {'applier': base.make_applier(), 'dtype': base.dtype, **base.quantization}
+  shapes = load.outline(base.source, **options)
   shapes.lay_out(mesh)
   check_length(experiment, shapes)
   with warnings.catch_warnings():
@@ -75,10 +75,11 @@ def outlined(experiment: Experiment) -> Outline:
     raise ValueError(
       f'train.load_balancing is {factor}, but {base.source} has no router; expected 0.'
     )
-  parts, options = _parts.split(model), StepOptions.of(experiment.train)
-  step.check_roles(parts, options)
+  parts, how = _parts.split(model), StepOptions.of(experiment.train)
+  step.check_roles(parts, how)
+  devices.warn_idle(mesh, parts, applier=base.applier)
   places = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-  needed, there = sizes(parts, options), memory(places)
+  needed, there = sizes(parts, how), memory(places)
   check_memory(needed, there)
   return Outline(shapes, report, needed, there)
 

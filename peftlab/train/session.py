@@ -9,6 +9,7 @@ import pathlib
 import shlex
 import time
 from typing import Any
+import warnings
 
 from flax import nnx
 import jax
@@ -43,7 +44,9 @@ def load_base(
   indivisible = experiment.mesh.indivisible
   options: dict[str, Any] = {'applier': applier, 'dtype': base.dtype, 'saved': base.saved or None}
   options['indivisible'] = indivisible
-  model = load.load_model(base.source, mesh, **options, **base.quantization)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', load.DroppedWarning)  # each is told below
+    model = load.load_model(base.source, mesh, **options, **base.quantization)
   shape = dict(mesh.shape) if mesh is not None else '1 device'
   say(f'base: {base.source} on {shape}, {time.monotonic() - started:.1f} s')
   if base.quant:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import pathlib
 from typing import Any
 
+from peftlab import _registry
 from peftlab.data.batches import Batches, held_out_batches
 from peftlab.data.corpora import Corpus, Example, load_corpus, split_corpus
 from peftlab.data.packing import pack
@@ -47,6 +49,14 @@ class Text:
     """The training batches, from the first."""
     data = experiment.data
     return Batches(self.rows, size=data.batch, seed=experiment.seed, shuffle=data.shuffle)
+
+
+def check_corpus(source: str) -> None:
+  """Raises ValueError as `load_corpus` does where a corpus is not there; no text is read."""
+  path = pathlib.Path(source)
+  there = path.is_file() and path.suffix in ('.jsonl', '.txt')
+  if not there and source not in _registry.corpora.names():
+    load_corpus(source)
 
 
 def load_text(

@@ -71,6 +71,11 @@ def test_an_adapter_type_comes_with_its_own_defaults():
   assert parse(NAME, '--config.adapter=lora').adapter.rank == 8
 
 
+def test_brackets_that_do_not_match_are_refused():
+  with pytest.raises(ValueError, match=r"has 'mlp=dora\(rank=16', whose brackets do not match"):
+    parse(NAME, '--config.adapters=mlp=dora(rank=16')
+
+
 def test_layers_get_adapters_and_fields_by_pattern():
   config = parse(
     NAME,

@@ -115,6 +115,25 @@ def test_what_is_read_is_not_written_over(command, tmp_path, capsys):
   assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
+def test_a_folder_of_something_else_is_not_written_into(tmp_path, capsys):
+  folder = tmp_path / 'run'
+  (folder / 'checkpoints').mkdir(parents=True)
+  given = [f'--adapter={PLAIN}', f'--adapter={PLAIN}', f'--base={BASE}', f'--out={folder}']
+  code, said = run(capsys, 'merge', *given)
+  assert code == 2
+  assert "run' holds checkpoints and no adapter_config.json; expected an empty folder" in said
+  assert [path.name for path in folder.iterdir()] == ['checkpoints']
+
+
+def test_the_base_of_a_folder_that_tells_it_need_not_be_given(tmp_path, golden, capsys):
+  adapted = peftlab.load_adapter(load_model(BASE), PLAIN)
+  peftlab.save_adapter(adapted, tmp_path / 'mine', source=BASE)
+  out = tmp_path / 'out'
+  code, said = run(capsys, 'convert', '--from=hf', f'--source={tmp_path / "mine"}', f'--out={out}')
+  assert code == 0, said
+  assert_logits(peftlab.load_adapter(load_model(BASE), out), 'plain', golden)
+
+
 def test_export_is_a_folder_with_the_adapter_merged_in(tmp_path, golden, capsys):
   out = tmp_path / 'out'
   code, _ = run(capsys, 'export', f'--base={BASE}', f'--adapter={PLAIN}', f'--out={out}')

@@ -116,3 +116,37 @@ def test_what_is_wrong_is_said_in_one_line(case, plugin: pathlib.Path, tmp_path,
   assert message in said
   assert said.count('\n') == 1
   assert not folder.exists()
+
+
+def _installed(tmp_path, monkeypatch, *points):
+  """A package of these entry points, found by a registry that has looked for nothing yet."""
+  information = tmp_path / 'my_adapters-0.1.0.dist-info'
+  information.mkdir()
+  (information / 'METADATA').write_text(
+    'Metadata-Version: 2.1\nName: my-adapters\nVersion: 0.1.0\n'
+  )
+  (information / 'entry_points.txt').write_text('\n'.join(['[peftlab.adapters]', *points]))
+  monkeypatch.syspath_prepend(str(tmp_path))
+  for name, value in (('_discovered', False), ('_broken', {})):
+    monkeypatch.setattr(_registry.adapters, name, value)
+
+
+@pytest.mark.filterwarnings('default')
+def test_a_broken_package_costs_its_own_type_alone(tmp_path, monkeypatch, capsys):
+  _registry.adapters.names()
+  _installed(tmp_path, monkeypatch, 'bad = no_such_module:Bad', 'worse = collections:OrderedDict')
+  assert cli.main(['adapters']) == 0
+  told = capsys.readouterr()
+  assert 'lora' in told.out
+  bad, worse = told.err.splitlines()
+  assert bad == (
+    "peftlab: warning: The adapter 'bad' of the package 'my-adapters' (entry point bad = "
+    "no_such_module:Bad) cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'."
+  )
+  assert worse == (
+    "peftlab: warning: The adapter 'worse' of the package 'my-adapters' (entry point worse = "
+    "collections:OrderedDict) cannot be loaded: ValueError: The adapter 'worse' (<class "
+    "'collections.OrderedDict'>) must be a frozen dataclass that extends peftlab.Adapter."
+  )
+  assert cli.main(['train', *SMALL, '--config.adapter=bad', f'--workdir={tmp_path}/run']) == 2
+  assert "The adapter 'bad' of the package 'my-adapters'" in capsys.readouterr().err

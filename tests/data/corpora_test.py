@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from peftlab.data import text_files
 from peftlab.data.corpora import Corpus, Example, load_corpus, split_corpus
 
 
@@ -210,3 +211,14 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
   monkeypatch.setattr('importlib.metadata.Distribution.discover', lambda **_: iter(()))
   with pytest.raises(ValueError, match=r'Run: pip install --no-deps chitchat-dataset==9$'):
     load_corpus('chitchat')
+
+
+@pytest.mark.parametrize('line', ('word ' * 10_000, 'a' * 50_000, 'a' * 9_000 + ' b' * 20_000))
+def test_a_text_of_one_long_line_is_several_documents(line, tmp_path):
+  path = tmp_path / 'one.txt'
+  path.write_text(line)
+  documents = [text for _, text in text_files.read_txt(path)]
+  assert ''.join(documents) == line
+  assert len(documents) > len(line) // 24_000
+  assert max(map(len, documents)) <= 24_000
+  assert not line.startswith('word') or all(d.endswith(' ') for d in documents)

@@ -270,6 +270,8 @@ def test_dare_drops_other_entries_in_every_layer_and_the_same_for_a_seed():
 @pytest.mark.parametrize(
   ('options', 'message'),
   (
+    (dict(weights=['a', 'b']), r"^weights is \['a', 'b'\]; expected {name: weight}\.$"),
+    (dict(method='svd', rank=10**6), r'^rank is 1000000; the largest full rank .* is \d+ \(\w+'),
     (dict(weights={}), 'There is no adapter to combine'),
     (dict(weights={'aa': 1.0}), "no adapter 'aa'; did you mean 'a'"),
     (dict(name='b'), "already has an adapter named 'b'"),

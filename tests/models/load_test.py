@@ -10,8 +10,9 @@ import pytest
 
 import peftlab
 from peftlab import _parts, _specs, appliers
-from peftlab.models.load import load_model
+from peftlab.models.load import DroppedWarning, load_model
 from peftlab.testing import meshes
+from peftlab.train import config, session
 from tests.models import goldens
 
 HF = ('llama', 'llama_tied', 'llama31', 'llama_bias', 'gemma3', 'gemma3_caps')
@@ -89,6 +90,7 @@ def test_smollm2_equals_transformers():
     assert -chosen.mean() == pytest.approx(smollm2()[f'{text}_nll'].mean(), abs=1e-4)
 
 
+@pytest.mark.filterwarnings('ignore::peftlab.models.load.DroppedWarning')
 @pytest.mark.parametrize('mesh', MESHES)
 def test_smollm2_on_a_mesh(mesh):
   mesh = meshes()[mesh]
@@ -100,6 +102,7 @@ def test_smollm2_on_a_mesh(mesh):
     check_smollm2(logits[row], 'capital')
 
 
+@pytest.mark.filterwarnings('ignore::peftlab.models.load.DroppedWarning')
 @pytest.mark.parametrize('mesh', MESHES)
 @pytest.mark.parametrize('name', ('llama_tied', 'gemma3'))
 def test_arrays_lie_where_their_axes_say(mesh, name):
@@ -158,3 +161,20 @@ def test_names_in_a_checkpoint():
 def test_names_of_a_family_without_a_hugging_face_form_are_its_own():
   names = load_model('package:glassllm/en').hf_names()
   assert names['layers.2.attn.q'] == 'blocks.2.attn.W_Q'
+
+
+def test_axes_that_do_not_divide_are_told_once_with_what_they_cost():
+  # Three MLP kernels [4, 128, 341] in float32: over fsdp 4 a device holds 3 x 4 x 32 x 341 x 4
+  # bytes, of which tensor 2 would leave half.
+  line = (
+    r"3 arrays are not cut by mesh axes that do not divide them: 'tensor' \(2\); each device holds "
+    r'261,888 bytes more\. Not cut: layers\.mlp\.down\.kernel dimension 1 \(341\) by .tensor.'
+  )
+  with pytest.warns(DroppedWarning, match=line):
+    load_model('package:glassllm/en', meshes()['fsdp4_tensor2'])
+  base = config.BaseConfig(source='package:glassllm/en')
+  data, mesh = config.DataConfig(batch=4), config.MeshConfig(fsdp=4, tensor=2)
+  experiment = config.Experiment(base=base, data=data, mesh=mesh)
+  told = []
+  session.load_base(experiment, say=told.append)  # a warning would be an error here
+  assert sum(said.startswith('dropped: layers.mlp.') for said in told) == 3

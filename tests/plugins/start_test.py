@@ -1,5 +1,7 @@
 """First values that are made from weights, from what quantization lost, and from data."""
 
+import warnings
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -108,6 +110,17 @@ def test_eva_starts_as_in_peft():
   expected = base[f'start/{PREFIX}lora_A.weight']
   np.testing.assert_allclose(model.adapters[0].a[...], expected.T, atol=1e-4)
   assert report.trainable == 320
+
+
+def test_eva_says_that_it_was_attached_without_data():
+  told = 'EVA is attached without its own first values; peftlab.plugins.eva.start_from makes them.'
+  with pytest.warns(UserWarning, match='EVA') as warned:
+    peftlab.attach(testing.StackModel(), eva.EVA(rank=2))
+  assert [str(w.message) for w in warned] == [told]
+  x = cases.stack_input()
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    eva.start_from(testing.StackModel(), eva.EVA(rank=2), lambda m, x: m(x), [x])
 
 
 def test_eva_gives_ranks_to_the_layers_that_need_them():

@@ -1,6 +1,7 @@
 """1.3, 1.4, 4.3: quantize and what holds of the model: report, tiles, lookups, adapters, merges."""
 
 import dataclasses
+import re
 
 import chex
 from flax import nnx
@@ -96,12 +97,57 @@ def test_single_numbers_can_be_read(nf4):
     ),
     ({'tile': 48}, r'Tiles that would: 8, 16, 32, 0 \(all of them\)'),
     ({'tile': 'atuo'}, "tile is 'atuo'; expected a number"),
+    ({'tile': 32.0}, r'nf4 has tile=32\.0; expected a number of inputs, or 0 for all of them'),
+    ({'tile': True}, 'nf4 has tile=True; expected a number of inputs, or 0 for all of them'),
+    ({'tile': np.float32(32)}, 'expected a number of inputs, or 0 for all of them'),
     ({'where': 'qq'}, "where='qq' matches no layer"),
   ),
 )
 def test_a_tile_that_cannot_work_is_told(model, options, message):
   with pytest.raises(ValueError, match=message):
     quant.quantize(model, 'nf4', **({'where': 'o'} | options))
+
+
+# (inputs, quantizer, tile) -> what is advised: of 128 8, 16, 32 and 64 divide, of 33 3 and 11, of 7
+# none; 'auto' takes 8 or more, and no more than the quantizer's own tile.
+ADVICE = (
+  (128, 'nf4(tile=7)', None, 'Tiles that would: 8, 16, 32, 64, 0 (all of them).'),
+  (128, 'nf4', 48, "Tiles that would: 8, 16, 32, 64, 0 (all of them) or 'auto'."),
+  (33, 'nf4', None, "Tiles that would: 11, 0 (all of them) or 'auto'."),
+  (7, 'nf4', None, 'Tiles that would: 0 (all of them).'),
+  (7, 'nf4', 'auto', 'Tiles that would: 0 (one scale per output); or leave this layer out.'),
+  (14, 'nf4', 8, "Tiles that would: 2, 7, 0 (all of them) or 'auto'."),
+  (5040, 'nf4', 100, "80, 84, 90, 105, 112, 120, 0 (all of them) or 'auto'."),
+)
+
+
+@pytest.mark.parametrize(('inputs', 'given', 'tile', 'advice'), ADVICE)
+def test_the_tiles_that_are_advised_are_those_that_work(inputs, given, tile, advice):
+  options = {'inputs': inputs, 'shards': 1, 'name': 'w', 'dimension': 'in'}
+  chosen = quant.get_quantizer(given)
+  with pytest.raises(ValueError, match=re.escape(advice)):
+    tiles.settle(chosen, tile, **options)
+  if "'auto'." in advice:
+    assert inputs % tiles.settle(chosen, 'auto', **options).tile == 0
+  elif tile != 'auto':
+    with pytest.raises(ValueError, match="'auto' takes a tile of 8 to that of nf4"):
+      tiles.settle(chosen, 'auto', **options)
+
+
+def test_a_tile_may_be_a_number_of_numpy(model):
+  _, report = quant.quantize(model, 'nf4', where='o', tile=np.int64(32))
+  assert report.rows[0].tile == 32
+
+
+@pytest.mark.usefixtures('quick_compiles')
+@pytest.mark.parametrize(
+  ('name', 'value'), ((*((n, np.nan) for n in MADE), ('mxfp4', np.inf), ('int8', -np.inf)))
+)
+def test_a_weight_that_is_not_finite_is_refused_by_name(model, name, value):
+  bad = tiny.spoiled(model, value)
+  line = r'layers\.o\.kernel of shape \(4, 16, 64\) holds 3 numbers that are NaN or infinite; expec'
+  with pytest.raises(ValueError, match=line):
+    quant.quantize(bad, name, tile=OPTIONS[name], where=('o', 'q'))
 
 
 def test_quantized_weights_are_not_quantized_again(nf4):
@@ -194,6 +240,36 @@ def test_fuse_keeps_the_delta_and_fuse_quantized_tells_what_it_lost(nf4):
   plain = peftlab.attach(tiny.Model(), LoRA(rank=2))[0]
   with pytest.raises(ValueError, match="No kernel with the adapter 'default' is quantized"):
     fuse.fuse_quantized(plain)
+
+
+@pytest.mark.parametrize('name', ('nf4', 'int8', 'mxfp4'))
+@pytest.mark.parametrize('dtype', ('float32', 'bfloat16'))
+@pytest.mark.usefixtures('quick_compiles')
+def test_an_adapter_that_changes_nothing_leaves_the_codes_as_they_are(model, name, dtype):
+  parts = peftlab.split(model)
+  base = jax.tree.map(lambda a: a.astype(dtype), parts.base)
+  held, _ = quant.quantize(peftlab.merge(parts.replace(base=base)), name, tile=OPTIONS[name])
+  adapted, _ = peftlab.attach(held, LoRA(rank=2))  # fresh: b is 0
+  merged, errors = fuse.fuse_quantized(adapted)  # without a warning, which would be an error here
+  assert set(errors.values()) == {0.0}
+  before, after = (peftlab.split(m) for m in (held, merged))
+  assert after.graph == before.graph
+  for one, other in zip(jax.tree.leaves(before.base), jax.tree.leaves(after.base), strict=True):
+    assert one is other
+
+
+def test_one_kernel_that_is_changed_does_not_touch_the_others(nf4):
+  adapted = peftlab.attach(nf4, LoRA(rank=2, alpha=200.0))[0]
+  adapted.layers.q.adapters[0].b.set_raw_value(jnp.ones_like(adapted.layers.q.adapters[0].b[...]))
+  merged, errors = fuse.fuse_quantized(adapted)
+  assert {name for name, error in errors.items() if error} == {'layers.q'}
+  kernels = [
+    (getattr(m.layers, n).kernel.get_raw_value().arrays['codes'])
+    for n in ('o', 'q')
+    for m in (nf4, merged)
+  ]
+  assert kernels[0] is kernels[1]
+  assert bool((kernels[2] != kernels[3]).any())
 
 
 def test_a_quantizer_from_outside_is_one_class(model):

@@ -62,6 +62,13 @@ def test_encoding_keeps_every_mesh_axis(kind, reference):
   ]
 
 
+@pytest.mark.parametrize('name', ('int8', 'nf4(tile=16)'))
+def test_numbers_that_are_not_finite_are_counted_once_over_devices(name):
+  bad = _specs.place(tiny.spoiled(tiny.Model(), np.nan), mesh_of())[0]
+  with pytest.raises(ValueError, match=r'layers\.o\.kernel of shape .* holds 3 numbers that are'):
+    quant.quantize(bad, name)
+
+
 def test_metadata_and_placement_agree(sharded):
   held = sharded[0].layers.q.kernel.get_raw_value()
   told = _specs.shardings(sharded[0], mesh_of())[0]['layers', 'q', 'kernel']

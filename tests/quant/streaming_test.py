@@ -40,6 +40,32 @@ def test_streaming_gives_what_quantizing_a_loaded_model_gives(streamed):
   assert isinstance(streamed.embed.table.get_raw_value(), jax.Array)
 
 
+@pytest.mark.parametrize('mesh', (None, (2, 4)))
+def test_a_tensor_that_is_not_finite_is_refused_by_name(mesh, tmp_path):
+  with np.load(load.source_path(SOURCE)) as file:
+    arrays = dict(file)
+  arrays['blocks.1.attn.W_O'][[0, 5, 7, 7], [3, 3, 3, 9]] = np.nan  # [128, 128], 4 of them
+  np.savez(tmp_path / 'bad.npz', **arrays)
+  if mesh is not None:
+    mesh = jax.make_mesh(mesh, ('fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 2)
+  given = {'quant': 'int8', 'quant_where': 'attn.o'}
+  with pytest.raises(ValueError, match=r'layers\.attn\.o\.kernel of shape .* holds 4 numbers that'):
+    peftlab.load_model(tmp_path / 'bad.npz', mesh, **given)
+
+
+def test_an_axis_that_no_rule_names_is_told_and_a_rule_may_name_it():
+  mesh = jax.make_mesh((2,), ('tensr',), axis_types=(AxisType.Auto,))
+  line = (
+    r"Mesh axis 'tensr' \(2\) is named by no rule, so that it cuts no array; did you mean 'tensor'"
+    r'\? Axes of the rules: data, fsdp, stage, tensor, expert\.'
+  )
+  with pytest.warns(UserWarning, match=line):
+    model = peftlab.load_model(SOURCE, mesh)
+  rules = (('q_heads', ('tensr',)),)
+  model = peftlab.load_model(SOURCE, mesh, rules=rules)
+  assert model.layers.attn.q.kernel[...].sharding.spec == P(None, None, 'tensr', None)
+
+
 def test_the_outline_is_what_is_loaded(streamed):
   shapes = load.outline(SOURCE, quant='int4(tile=16)', quant_exclude='mlp.down')
   assert peftlab.split(shapes).graph == peftlab.split(streamed).graph
@@ -91,6 +117,8 @@ def test_what_a_file_cannot_give_is_told():
     peftlab.load_model(SOURCE, quant='file')
   with pytest.raises(ValueError, match='tile is 64, but no quantizer is given'):
     peftlab.load_model(SOURCE, tile=64)
+  with pytest.raises(ValueError, match=r'int8 has tile=32\.0; expected a number of inputs'):
+    peftlab.load_model(SOURCE, quant='int8', tile=32.0)
   with pytest.raises(ValueError, match="No quantizer 'nf5'; did you mean 'nf4'"):
     peftlab.load_model(SOURCE, quant='nf5')
 

@@ -62,6 +62,15 @@ def loss(parts: Any, adapter: Any, applier: str = 'scan', base: Any = None) -> j
   return (model(TOKENS, applier) ** 2).mean()
 
 
+def spoiled(model: Any, value: float) -> Any:
+  """The model with 3 numbers of the kernel of layers.o replaced."""
+  parts = peftlab.split(model)
+  kernel = np.array(parts.base['layers']['o']['kernel'])
+  kernel[1, 2, :3, 5] = value
+  layers = parts.base['layers'] | {'o': {'kernel': jnp.asarray(kernel)}}
+  return peftlab.merge(parts.replace(base=parts.base | {'layers': layers}))
+
+
 def randomized(parts: Any) -> Any:
   """The parts with random numbers in the trainable arrays of the adapter."""
   random = np.random.default_rng(3)

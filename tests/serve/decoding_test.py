@@ -13,6 +13,7 @@ from peftlab import _parts, serve
 from peftlab.data.tokenizers import load_tokenizer
 from peftlab.models.load import load_model
 from peftlab.plugins.lora import LoRA
+from peftlab.plugins.prompt import Prompt
 from peftlab.serve import arguments, decoding
 from peftlab.testing import meshes
 
@@ -168,6 +169,7 @@ def test_other_prompts_numbers_and_adapters_compile_nothing():
   assert compiled == []
 
 
+@pytest.mark.filterwarnings('ignore::peftlab.models.load.DroppedWarning')
 @pytest.mark.parametrize('name', ('fsdp4_tensor2', 'fsdp2_tensor4'))
 def test_a_mesh_says_the_same(name):
   # 3 rows and 2 kv heads: the mesh divides neither.
@@ -202,6 +204,8 @@ def test_smollm2_knows_the_capital_of_france():
     ([[5]], {'max_tokens': '3'}, "max_tokens is '3'; it must be"),
     ([[5]], {'stop': 3}, r'stop is 3; expected a collection of tokens, \(3,\)'),
     ([[5]], {'stop': ('a',)}, "stop has 'a'; expected tokens"),
+    ([[5]], {'stop': None}, 'stop is None; expected a collection of tokens, .. for none'),
+    ([[5]], {'stop': (2, 1024)}, 'stop has 1024; the vocabulary of the model is 0 to 1023'),
     ([[5]], {'sampling': {'top_k': 3}}, r"sampling is \{'top_k': 3\}; expected a serve.Sampling"),
     ([5, 6], {}, 'Prompt 0 is 5; expected a list of tokens'),
     (5, {}, 'prompts is 5; expected a list of lists of tokens'),
@@ -217,6 +221,28 @@ def test_smollm2_knows_the_capital_of_france():
 def test_refuses(prompts, options, said):
   with pytest.raises(ValueError, match=said):
     serve.stream(base(), prompts, **options)  # at once, not at the first token
+
+
+def test_virtual_tokens_take_room_of_the_context():
+  model, _ = peftlab.attach(base(), Prompt(count=100))
+  assert model.room == 28
+  assert len(serve.generate(model, [[5] * 20], max_tokens=8)[0]) == 8
+  with pytest.raises(ValueError, match='128 with 100 virtual tokens: at most 8 fit'):
+    serve.generate(model, [[5] * 20], max_tokens=9)
+  assert model(jnp.full((1, 28), 5)).shape[1] == 28
+  with pytest.raises(ValueError, match=r'100 virtual tokens stand before 29 of .* at most 28'):
+    model(jnp.full((1, 29), 5))
+  with pytest.raises(ValueError, match='100 virtual tokens stand before 29'):
+    model.init_cache(1, 29)
+
+
+@pytest.mark.parametrize('number', (jnp.nan, jnp.inf))
+def test_logits_that_are_no_numbers_give_no_token(number):
+  model = with_adapter(base())
+  attached = model.layers.attn.q.adapters[0]
+  attached.b[...] = jnp.full(attached.b.shape, number)
+  with pytest.raises(ValueError, match='The logits of row 0 are NaN or infinite'):
+    serve.generate(model, [[5, 6], [7]], max_tokens=2)
 
 
 def test_refuses_what_is_no_decoder():

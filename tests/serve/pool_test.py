@@ -182,6 +182,19 @@ def test_a_folder_is_added_and_checked_against_the_base(tmp_path):
   assert other.names == ()
 
 
+def test_a_model_on_another_base_is_refused_and_an_equal_base_is_not():
+  model = adapted(LoRA(rank=2), 1)
+  other = serve.Pool(Decoder(SMALL, rngs=nnx.Rngs(9)), capacity=1)
+  with pytest.raises(ValueError, match=r'on another base: \d+ of \d+ arrays differ, '):
+    other.add('one', model)
+  assert other.names == ()
+  other.add('one', model, any_base=True)
+  copied = jax.tree.map(jnp.copy, peftlab.split(base()))
+  again = serve.Pool(peftlab.merge(copied), capacity=1)
+  again.add('one', model)
+  assert again.names == ('one',)
+
+
 def test_mistakes_are_refused_and_the_pool_is_as_before():
   model = adapted(LoRA(rank=2), 1)
   pool = pool_of({'chat': model}, capacity=1)
@@ -203,6 +216,8 @@ def test_mistakes_are_refused_and_the_pool_is_as_before():
     (lambda: pool.add('m', adapted(Alone(), 1)), 'Alone cannot be mixed in a batch'),
     (lambda: serve.Pool(model), r'has adapters \(default\); detach them first'),
     (lambda: serve.Pool(base(), capacity=0), 'must be at least 1'),
+    (lambda: serve.Pool(base(), capacity=1.5), 'capacity is 1.5, .* a whole number'),
+    (lambda: serve.Pool(None), 'The base of a pool is a NoneType; expected an nnx.Module'),
     (lambda: serve.generate(pool.rows(['chat']), PROMPTS[:2]), 'for 1 rows; there are 2 prompts'),
   ):
     with pytest.raises(ValueError, match=message):
