@@ -287,7 +287,7 @@ def source_path(source: str | os.PathLike[str]) -> pathlib.Path:
     if not path.exists():
       near = files.near_path(path)
       if not near:
-        near = _registry.did_you_mean(str(source), PACKAGES).replace("mean '", "mean 'package:")
+        near = _registry.did_you_mean(str(source), [f'package:{name}' for name in PACKAGES])
       expected = _expected()
       raise ValueError(f"No model '{source}'{near or '.'} {expected[0].upper()}{expected[1:]}")
     return path
