@@ -155,6 +155,11 @@ def nest(leaves: dict[tuple, Any]) -> Tree:
   return nnx.traversals.unflatten_mapping(leaves)
 
 
+def is_key(array: Any) -> bool:
+  """Whether an array, or the shape of one, holds random keys."""
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def bits(dtype: Any) -> int:
   """Bits of one element: 4 for int4, where `itemsize` says 1 byte."""
   if jnp.issubdtype(dtype, jnp.integer):
@@ -182,7 +187,7 @@ def nbytes(tree: Any) -> int:
   for leaf in jax.tree.leaves(tree):
     if isinstance(leaf, nnx.Variable):
       leaf = leaf.get_value()
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and is_key(leaf):
       leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
       everywhere = leaf.sharding.num_devices // max(len(leaf.addressable_shards), 1)

@@ -21,9 +21,6 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 MESH_AXES = ('data', 'fsdp', 'tensor', 'stage', 'expert')
 
-# What is done where a mesh axis does not divide a dimension of a parameter: the axis is not used
-# there, the dimension is stored longer (see `_padded`), or the layout is refused.
-
 # Several rules for one name are tried in order: the first whose mesh axes are free is taken.
 DEFAULT_RULES: Rules = (
   ('batch', ('data', 'fsdp')),
@@ -286,6 +283,19 @@ def priced(
   return [
     dataclasses.replace(d, path=path, extra_bytes=held - held // d.axis_size) for d in dropped
   ]
+
+
+def extra_bytes(model: nnx.Module, mesh: jax.sharding.Mesh) -> int:
+  """What a device holds more than if every mesh axis divided; axes dropped together count once."""
+
+  def one(array: Any, axes: Axes | None) -> int:
+    wanted = spec_for(axes or (), mesh)
+    held = math.prod(array.shape) * _parts.bits(array.dtype) // 8
+    fitted = fit_spec(array.shape, wanted, mesh)[0]
+    return held // shards(fitted, mesh) - held // shards(wanted, mesh)
+
+  held = [(v, v.get_raw_value()) for v in _parts.variables(model).values()]
+  return sum(jax.tree.leaves([jax.tree.map(one, a, leaf_axes(v, a, '')) for v, a in held]))
 
 
 def unknown_axes(mesh: jax.sharding.Mesh, rules: Rules | None = None) -> list[str]:

@@ -30,7 +30,7 @@ def root_key(rngs: nnx.Rngs | jax.Array | int) -> jax.Array:
     if not 0 <= rngs < 2**32:
       raise ValueError(f'The seed {rngs} must be at least 0 and below 2**32.')
     return jax.random.key(np.uint32(rngs))
-  if isinstance(rngs, jax.Array) and jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
+  if isinstance(rngs, jax.Array) and _parts.is_key(rngs):
     if rngs.ndim:
       raise ValueError(f'rngs has keys of shape {rngs.shape}; expected one key.')
     return rngs

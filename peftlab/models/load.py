@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import math
 import os
 import pathlib
 from typing import Any, cast
@@ -14,7 +13,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _padded, _parts, _processes, _registry, _specs
+from peftlab import _padded, _processes, _registry, _specs
 from peftlab._sites import Patterns
 from peftlab.appliers.applier import Applier
 from peftlab.formats import files, packages
@@ -148,28 +147,11 @@ def _warn_dropped(model: nnx.Module, mesh: jax.sharding.Mesh | None) -> None:
   more = f', and {len(most) - _EXAMPLES} more' if len(most) > _EXAMPLES else ''
   warnings.warn(
     f'{len({d.path for d in dropped})} arrays are not cut by mesh axes that do not divide them: '
-    f'{axes}; each device holds {_extra_bytes(model, mesh):,} bytes more. Not cut: '
+    f'{axes}; each device holds {_specs.extra_bytes(model, mesh):,} bytes more. Not cut: '
     f"{', '.join(shown)}{more}. indivisible='pad' stores them longer instead, 'error' refuses.",
     DroppedWarning,
     stacklevel=3,
   )
-
-
-def _extra_bytes(model: nnx.Module, mesh: jax.sharding.Mesh) -> int:
-  """What a device holds more than if every mesh axis divided; axes dropped together count once."""
-
-  def one(array: Any, axes: _specs.Axes | None) -> int:
-    wanted = _specs.spec_for(axes or (), mesh)
-    held = math.prod(array.shape) * _parts.bits(array.dtype) // 8
-    fitted = _specs.fit_spec(array.shape, wanted, mesh)[0]
-    return held // _specs.shards(fitted, mesh) - held // _specs.shards(wanted, mesh)
-
-  total = 0
-  for path, variable in _parts.variables(model).items():
-    value = variable.get_raw_value()
-    axes = _specs.leaf_axes(variable, value, _parts.path_name(path))
-    total += sum(jax.tree.leaves(jax.tree.map(one, value, axes)))
-  return total
 
 
 def _check_mesh(mesh: jax.sharding.Mesh | None, rules: _specs.Rules | None) -> None:

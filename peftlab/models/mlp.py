@@ -183,16 +183,12 @@ class ExpertMLP(nnx.Module):
     return y
 
 
-def _is_key(array: Any) -> bool:
-  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def _with_keys_of(parts: _parts.Parts, axes: tuple[str, ...]) -> _parts.Parts:
   """The parts with other random keys on every device of the mesh axes, which are manual here."""
   here = jax.lax.axis_index(axes)
 
   def own(array: Any) -> Any:
-    if not _is_key(array):
+    if not _parts.is_key(array):
       return array
     folded = jax.vmap(lambda key: jax.random.fold_in(key, here))(array.reshape(-1))
     return folded.reshape(array.shape)
@@ -201,7 +197,7 @@ def _with_keys_of(parts: _parts.Parts, axes: tuple[str, ...]) -> _parts.Parts:
 
 
 def _without_keys(state: Any) -> Any:
-  return _parts.nest({path: a for path, a in _parts.flat(state).items() if not _is_key(a)})
+  return _parts.nest({path: a for path, a in _parts.flat(state).items() if not _parts.is_key(a)})
 
 
 class MLPBesideExperts(nnx.Module):

@@ -175,7 +175,7 @@ def on_device(tree: Any) -> int:
   """Bytes of some shapes that one device holds."""
   total = 0
   for leaf in jax.tree.leaves(tree):
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _parts.is_key(leaf):
       total += math.prod(leaf.shape) * 8
       continue
     size = math.prod(leaf.sharding.shard_shape(leaf.shape))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from peftlab import _padded, _processes
+from peftlab import _padded, _parts, _processes
 from peftlab.formats import files
 from peftlab.train import fields
 from peftlab.train.config import IMMATERIAL
@@ -208,12 +208,8 @@ def named_arrays(tree: Any) -> dict[str, jax.Array]:
   }
 
 
-def _is_key(array: jax.Array) -> bool:
-  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def _data(array: jax.Array) -> jax.Array:
-  return jax.random.key_data(array) if _is_key(array) else array
+  return jax.random.key_data(array) if _parts.is_key(array) else array
 
 
 def _unnamed(tree: Any, arrays: Mapping[str, jax.Array]) -> Any:
@@ -221,7 +217,7 @@ def _unnamed(tree: Any, arrays: Mapping[str, jax.Array]) -> Any:
   leaves, structure = jax.tree.flatten(tree)
   back = []
   for leaf, array in zip(leaves, (arrays[name] for name in named_arrays(tree)), strict=True):
-    if _is_key(leaf):
+    if _parts.is_key(leaf):
       array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
     back.append(jax.device_put(array, leaf.sharding))
   return jax.tree.unflatten(structure, back)

@@ -61,7 +61,7 @@ def _summary(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _bits(array: jax.Array) -> jax.Array:
   """The numbers as uint32: the same bits, or for 4-bit and smaller types the same value."""
-  if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+  if _parts.is_key(array):
     array = jax.random.key_data(array)
   width = _parts.bits(array.dtype)
   if array.dtype == bool or width < 8:
