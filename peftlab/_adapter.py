@@ -101,13 +101,17 @@ class Adapter(abc.ABC):
   def slots(self) -> dict[str, Slot]:
     """The arrays of this adapter at one kernel, by name."""
 
-  def sizes(self, ins: int, outs: int) -> Mapping[str, int]:
-    """More words for `dims`, of a kernel [ins, outs]; a 0 leaves out the slots that have the word.
+  def sizes(self, kernel: Mapping[str, int]) -> Mapping[str, int]:
+    """More words for `dims`; a 0 leaves out the slots that have the word.
+
+    Args:
+      kernel: 'in' and 'out'; 'taps', the places in a convolution's window, 1 elsewhere; 'channels',
+        in / taps. The rows of a kernel are (channel, tap).
 
     Raises:
       ValueError: the kernel does not fit the fields.
     """
-    del ins, outs
+    del kernel
     return {}
 
   def start(
@@ -264,15 +268,17 @@ def adapter_types() -> tuple[str, ...]:
 
 
 def slot_shape(slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]) -> tuple[int, ...]:
-  """The shape of a slot at a kernel with sizes {'in': n, 'out': m}.
+  """The shape of a slot at a kernel with sizes {'in': n, 'out': m, 'taps': t}; 1 tap by default.
 
   Raises:
     ValueError: a word that is neither in, out, a number nor an int of the adapter, a size below 1,
       or a quotient that does not come out even.
   """
-  more = adapter.sizes(sizes['in'], sizes['out'])
+  kernel = {'taps': 1, **sizes}
+  kernel['channels'] = kernel['in'] // kernel['taps']
+  more = adapter.sizes(kernel)
   words = slot.dims.split()
-  return tuple(0 if more.get(w) == 0 else _size(w, slot, adapter, {**sizes, **more}) for w in words)
+  return tuple(0 if more.get(w) == 0 else _size(w, slot, adapter, kernel | more) for w in words)
 
 
 def slots_at(

@@ -68,8 +68,8 @@ def _embed(layer: nnx.Embed) -> _kernel.Layout:
 def _conv(layer: nnx.Conv) -> _kernel.Layout:
   if layer.feature_group_count != 1 or layer.mask is not None:
     raise ValueError('A convolution with feature groups or a mask is not one kernel [in, out].')
-  ins = len(layer.kernel_size) + 1
-  return _kernel.Layout(words=('in',) * ins + ('out',), shape=tuple(layer.kernel_shape))
+  words = (_kernel.TAP,) * len(layer.kernel_size) + ('in', 'out')
+  return _kernel.Layout(words=words, shape=tuple(layer.kernel_shape))
 
 
 _kernel.register_layer(nnx.Linear, _linear, check=False)

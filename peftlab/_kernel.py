@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from peftlab import _groups, _packed
 
 EXPERT = 'expert'
+TAP = 'tap'
+INPUTS = ('in', TAP)  # the dimensions of a weight that are contracted, as a kernel has them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,9 @@ class Layout:
   """How one layer uses its weight.
 
   Attributes:
-    words: 'in' or 'out' per dimension of the weight; one may be 'expert': the layer then is called
-      with rows sorted by expert and how many each has, `layer(x [rows, *in], sizes [experts])`.
+    words: 'in' or 'out' per dimension of the weight, or 'tap', a place in a convolution's window:
+      rows of its kernel are (channel, tap). One may be 'expert': the layer then is called with rows
+      sorted by expert and how many each has, `layer(x [rows, *in], sizes [experts])`.
     shape: sizes of those dimensions without stack axes; None where the layer does not tell.
     equation: letters of (input, weight, output), one per dimension; None for a lookup or a
       convolution, whose input has no dimension to contract.
@@ -152,9 +155,8 @@ def as_matrix(weight: jax.Array, words: tuple[str, ...]) -> jax.Array:
   if isinstance(weight, _packed.Packed):
     return weight.matrix()
   order = _order(words)
-  experts, ins, outs = (
-    [weight.shape[i] for i in order if words[i] == word] for word in (EXPERT, 'in', 'out')
-  )
+  sides = ((EXPERT,), INPUTS, ('out',))
+  experts, ins, outs = ([weight.shape[i] for i in order if words[i] in side] for side in sides)
   return jnp.transpose(weight, order).reshape(*experts, math.prod(ins), math.prod(outs))
 
 
@@ -167,7 +169,7 @@ def from_matrix(matrix: jax.Array, words: tuple[str, ...], shape: tuple[int, ...
 
 
 def _order(words: tuple[str, ...]) -> list[int]:
-  return sorted(range(len(words)), key=lambda i: (EXPERT, 'in', 'out').index(words[i]))
+  return sorted(range(len(words)), key=lambda i: (EXPERT, *INPUTS, 'out').index(words[i]))
 
 
 @jax.custom_vjp
@@ -254,7 +256,7 @@ class View:
 
   @property
   def sizes(self) -> dict[str, int]:
-    """{'in': n, 'out': m} of the kernel."""
+    """{'in': n, 'out': m, 'taps': t} of the kernel."""
     return kernel_sizes(self.layout.words, self.kernel.shape)
 
   def bias(self) -> jax.Array:
@@ -343,7 +345,7 @@ class Lazy:
   def __init__(self, view: View, dtype: Any):
     self._view, self.dtype = view, dtype
     layout = view.layout
-    sizes = [s for s, w in zip(view.kernel.shape, layout.words, strict=True) if w == 'in']
+    sizes = [s for s, w in zip(view.kernel.shape, layout.words, strict=True) if w in INPUTS]
     self.ins = math.prod(sizes)
 
   def __matmul__(self, matrix: jax.Array) -> jax.Array:
@@ -365,9 +367,8 @@ class Lazy:
 
 
 def kernel_sizes(words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
-  """{'in': n, 'out': m} of a weight."""
-  sizes = {'in': 1, 'out': 1, EXPERT: 1}
+  """{'in': n, 'out': m, 'taps': t} of a weight."""
+  sizes = {'in': 1, 'out': 1, EXPERT: 1, TAP: 1}
   for word, size in zip(words, shape, strict=True):
     sizes[word] *= size
-  del sizes[EXPERT]
-  return sizes
+  return {'in': sizes['in'] * sizes[TAP], 'out': sizes['out'], 'taps': sizes[TAP]}

@@ -126,7 +126,7 @@ class FrozenKernel:
 
   @property
   def sizes(self) -> dict[str, int]:
-    """{'in': n, 'out': m} of the kernel."""
+    """{'in': n, 'out': m, 'taps': t} of the kernel."""
     return self._view.sizes
 
   @property

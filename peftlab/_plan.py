@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peftlab import _adapter, _layer, _packed, _padded, _points, _sites, _specs, _stack
+from peftlab import _adapter, _kernel, _layer, _packed, _padded, _points, _sites, _specs, _stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _shared(p: Plan, shapes: dict[str, tuple[int, ...]]) -> Plan:
 def warn_of_ranks(plans: Sequence[Plan]) -> None:
   """One warning per rank that names the layers whose full rank is below it."""
   ranks = {p.site.name: getattr(p.adapter, 'rank', 0) for p in plans}
-  full = {p.site.name: min(p.site.sizes.values()) for p in plans}
+  full = {p.site.name: p.site.full_rank for p in plans}
   for rank in sorted({r for r in ranks.values() if isinstance(r, int)}):
     low = [f'{name} ({n})' for name, n in full.items() if ranks[name] == rank and rank > n]
     if not low:
@@ -275,14 +275,15 @@ def _sharding(
   mesh = placed.mesh
   full = _kernel_entries(site, placed)
   own = [e for i, e in enumerate(full) if i not in site.stack]
+  sides = {'in': _kernel.INPUTS, 'out': ('out',), 'channels': ('in',)}
   kernel = {
     word: tuple(
       a
       for w, e in zip(site.layout.words, own, strict=True)
-      if w == word
+      if w in side
       for a in _specs.entry_axes(e)
     )
-    for word in ('in', 'out')
+    for word, side in sides.items()
   }
   words = slot.dims.split()
   kernel |= {w: kernel[w.partition('/')[0]] for w in words if w.startswith(('in/', 'out/'))}

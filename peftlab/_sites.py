@@ -92,9 +92,14 @@ class Site:
 
   @property
   def sizes(self) -> dict[str, int]:
-    """{'in': n, 'out': m}; at a point both are the number of features."""
+    """{'in': n, 'out': m, 'taps': t}; at a point both are the number of features."""
     sizes = _kernel.kernel_sizes(self.layout.words, self.shape)
-    return dict.fromkeys(sizes, sizes['out']) if self.kind.point else sizes
+    return sizes | {'in': sizes['out']} if self.kind.point else sizes
+
+  @property
+  def full_rank(self) -> int:
+    """The largest rank that a change of the kernel can have."""
+    return min(self.sizes['in'], self.sizes['out'])
 
   @property
   def shared_by(self) -> str:

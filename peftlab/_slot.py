@@ -62,9 +62,10 @@ class Slot:
 
   Attributes:
     dims: a word per dimension, separated by spaces: 'in rank', 'rank out', 'out', '' (a scalar).
-      'in' and 'out' are the kernel's sizes and take its spec; any other word is a field or property
-      of the adapter that holds an int, a word of `Adapter.sizes`, or a number. 'in/block' is a
-      quotient, which must come out even.
+      'in' and 'out' are the kernel's sizes and take its spec; of a convolution in = 'channels' x
+      'taps', the places in its window. Any other word is a field or property of the adapter that
+      holds an int, a word of `Adapter.sizes`, or a number. 'in/block' is a quotient, which must
+      come out even.
     init: `init(key, shape, dtype) -> array`; with `needs_weight`, `init(key, shape, dtype, weight)`
       where weight is the kernel [in, out] in float32, dequantized. `peftlab.together` leaves it to
       `Adapter.start`.
@@ -92,6 +93,14 @@ class Slot:
   role: str | None = None
   rate: float = 1.0
   dtype: Any = jnp.float32
+
+  def __post_init__(self):
+    try:
+      jnp.dtype(self.dtype)
+    except TypeError:
+      raise ValueError(
+        f"A slot has dtype {self.dtype!r}; expected a dtype of numbers, such as 'float32'."
+      ) from None
 
 
 class Values(Mapping):

@@ -389,10 +389,11 @@ def factor_spec(
   rules = current_rules() if rules is None else rules
   batch = {a for name, want in rules if name == 'batch' for a in want}
   both = kernel['in'] + tuple(a for a in kernel['out'] if a not in kernel['in'])
-  spread = bool(batch.intersection(both)) and sum(d in ('in', 'out') for d in dims) == 1
+  sides = ('in', 'out', 'channels')
+  spread = bool(batch.intersection(both)) and sum(d in sides for d in dims) == 1
   entries = []
   for word in dims:
     own = kernel.get(word, ())
-    rest = tuple(a for a in both if a not in own) if spread and word in ('in', 'out') else ()
+    rest = tuple(a for a in both if a not in own) if spread and word in sides else ()
     entries.append(as_entry(own + rest))
   return P(*entries)

@@ -44,8 +44,8 @@ class BDLoRA(peftlab.Adapter):
     """The outputs of a lookup have blocks; its inputs cannot be cut."""
     return self.side == 'out'
 
-  def sizes(self, ins, outs):
-    side = {'in': ins, 'out': outs}[self.side]
+  def sizes(self, kernel):
+    side = kernel[self.side]
     if side % self.blocks:
       raise ValueError(f'BDLoRA.blocks is {self.blocks}; it must divide {self.side}, {side} here.')
     return {}

@@ -58,9 +58,8 @@ class BOFT(peftlab.Adapter):
         '2, and there must be a factor.'
       )
 
-  def sizes(self, ins, outs):
-    del outs
-    group = self.block * 2 ** (self.factors - 1)
+  def sizes(self, kernel):
+    ins, group = kernel['in'], self.block * 2 ** (self.factors - 1)
     if ins % group:
       raise ValueError(f'BOFT needs block 2^(factors - 1) = {group} to divide in, which is {ins}.')
     return {}

@@ -61,9 +61,10 @@ class FourierFT(peftlab.Adapter):
   alpha: float = initial(150.0)
   seed: int = initial(777)
 
-  def sizes(self, ins, outs):
-    if self.entries > ins * outs:
-      raise ValueError(f'FourierFT.entries is {self.entries}; a kernel here has {ins * outs}.')
+  def sizes(self, kernel):
+    numbers = kernel['in'] * kernel['out']
+    if self.entries > numbers:
+      raise ValueError(f'FourierFT.entries is {self.entries}; a kernel here has {numbers}.')
     return {}
 
   def slots(self):

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import peftlab
 from peftlab.formats.peft_form import PeftForm, Tensor
@@ -42,6 +43,8 @@ def _keys(
 class IA3(peftlab.Adapter):
   """y = l * (x W + b), or (l * x) W + b. Trainable: out per kernel, or in (section 3.3).
 
+  Of a convolution's inputs a channel has one factor, whatever its place in the window.
+
   Attributes:
     feedforward: whether the inputs are multiplied (the second layer of an MLP) instead of the
       outputs (keys and values).
@@ -62,16 +65,19 @@ class IA3(peftlab.Adapter):
   feedforward: bool = False
 
   def slots(self):
-    dims = 'in' if self.feedforward else 'out'
+    dims = 'channels' if self.feedforward else 'out'
     return {'factor': peftlab.Slot(dims=dims, init=jax.nn.initializers.ones)}
 
   def apply(self, x, base, p):
     if self.feedforward:
-      return base(x * p.factor)
+      return base(x * self._of_rows(p, base.shape[0]))
     return base(x) * p.factor + base.bias() * (p.factor - 1)
 
   def fuse(self, w, p):
-    return p.factor[:, None] * w if self.feedforward else w * p.factor
+    return self._of_rows(p, w.shape[0])[:, None] * w if self.feedforward else w * p.factor
 
   def fuse_bias(self, b, p):
     return b if self.feedforward else b * p.factor
+
+  def _of_rows(self, p, rows):
+    return jnp.repeat(p.factor, rows // p.factor.shape[0])

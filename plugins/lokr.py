@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import peftlab
 from peftlab import initial
 from peftlab.formats.peft_form import Key, PeftForm, Tensor
+from peftlab.plugins import loha
 
 
 def factors_of(size: int, at_most: int = 0) -> tuple[int, int]:
@@ -25,13 +26,15 @@ class LoKr(peftlab.Adapter):
   """y = x (W + s P x Q), P [m, l], Q [n, k], in = m n, out = l k, s = alpha / rank.
 
   arXiv:2309.14859. Trainable: m l + n k; a matrix is made of rank-r factors, r (n + k), where r is
-  below half of its longer side (P only with `both`).
+  below half of its longer side (P only with `both`). Of a convolution the channels are m n, and Q
+  is [n taps, k].
 
   Attributes:
     rank: see above; with no factors it is only in s.
     alpha: see s.
     both: whether P may be made of factors too.
     factor: the largest m and l; 0: the divisors nearest to the roots of in and out.
+    effective: a convolution's Q, if it is made of factors, is of n, k and a core [r, r, taps].
   """
 
   embeddings = False
@@ -43,6 +46,7 @@ class LoKr(peftlab.Adapter):
       'rank': Key(name='r', default=8, least=1, pattern='rank_pattern'),
       'alpha': Key(name='alpha', default=8, pattern='alpha_pattern'),
       'both': Key(name='decompose_both', default=False),
+      'effective': Key(name='use_effective_conv2d', default=False),
       'factor': Key(
         name='decompose_factor', default=-1, read=lambda n: max(n, 0), write=lambda n: n or -1
       ),
@@ -56,7 +60,7 @@ class LoKr(peftlab.Adapter):
       Tensor('q_b', 'lokr_w2_a', 'q_rank k -> k q_rank', on=('linear',), optional=True),
     ),
     scale=('alpha', 'scale'),
-    fixed={'use_effective_conv2d': (False, None), 'rank_dropout_scale': (False, None)},
+    fixed={'rank_dropout_scale': (False, None)},
     neutral=('init_weights',),
     training=('rank_dropout', 'module_dropout'),
   )
@@ -65,13 +69,18 @@ class LoKr(peftlab.Adapter):
   alpha: float = initial(8.0)
   both: bool = False
   factor: int = 0
+  effective: bool = False
 
-  def sizes(self, ins, outs):
-    (m, n), (few, k) = factors_of(ins, self.factor), factors_of(outs, self.factor)
+  def sizes(self, kernel):
+    taps = kernel['taps']
+    (m, n), (few, k) = (factors_of(kernel[side], self.factor) for side in ('channels', 'out'))
     thin_p, thin_q = self.both and 2 * self.rank < max(m, few), 2 * self.rank < max(n, k)
+    core = thin_q and self.effective and taps > 1
+    n, rows = n if core else n * taps, 0 if thin_q else n * taps
     sizes = {'p_rank': self.rank if thin_p else 0, 'q_rank': self.rank if thin_q else 0}
     sizes |= {'m': 0 if thin_p else m, 'l': 0 if thin_p else few, 'pm': m, 'pl': few}
-    return sizes | {'n': 0 if thin_q else n, 'k': 0 if thin_q else k, 'qn': n, 'qk': k}
+    sizes |= {'n': rows, 'k': 0 if thin_q else k, 'qn': n, 'qk': k}
+    return sizes | {'core': self.rank if core else 0}
 
   def slots(self):
     uniform = jax.nn.initializers.he_uniform()
@@ -83,6 +92,7 @@ class LoKr(peftlab.Adapter):
       'q': peftlab.Slot(dims='n k', init=uniform),
       'q_a': peftlab.Slot(dims='qn q_rank', init=uniform),
       'q_b': peftlab.Slot(dims='q_rank qk', init=uniform),
+      'q_t': peftlab.Slot(dims='core core taps', init=uniform),
       'scale': peftlab.Slot(dims='', init=scale, trainable=False),
     }
 
@@ -97,4 +107,6 @@ class LoKr(peftlab.Adapter):
 
   def _pair(self, p):
     first = p.p if 'p' in p else p.p_a @ p.p_b
+    if 'q_t' in p:
+      return first, loha.tucker(p.q_a, p.q_t, p.q_b)
     return first, p.q if 'q' in p else p.q_a @ p.q_b

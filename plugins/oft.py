@@ -87,10 +87,12 @@ class OFT(peftlab.Adapter):
     """The outputs of a lookup can be rotated; its inputs cannot."""
     return self.outputs
 
-  def sizes(self, ins, outs):
-    side, name = (outs, 'out') if self.outputs else (ins, 'in')
-    if side % self.block:
-      raise ValueError(f'OFT.block is {self.block}; it must divide {name}, which is {side}.')
+  def sizes(self, kernel):
+    name = 'out' if self.outputs else 'in'
+    if kernel[name] % self.block:
+      raise ValueError(
+        f'OFT.block is {self.block}; it must divide {name}, which is {kernel[name]}.'
+      )
     return {'pairs': self.block * (self.block - 1) // 2}
 
   def slots(self):

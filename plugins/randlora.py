@@ -49,8 +49,8 @@ class RandLoRA(peftlab.Adapter):
   rank: int = 32
   alpha: float = initial(640.0)
 
-  def sizes(self, ins, outs):
-    short, long = sorted((ins, outs))
+  def sizes(self, kernel):
+    short, long = sorted((kernel['in'], kernel['out']))
     return {'bases': math.ceil(short / self.rank), 'short': short, 'long': long}
 
   def slots(self):

@@ -38,8 +38,8 @@ class SHiRA(peftlab.Adapter):
 
   rank: int = 8
 
-  def sizes(self, ins, outs):
-    return {'entries': min(self.rank * (ins + outs), ins * outs)}
+  def sizes(self, kernel):
+    return {'entries': self._entries(kernel['in'], kernel['out'])}
 
   def slots(self):
     places = peftlab.Slot(dims='2 entries', init=peftlab.together, trainable=False, dtype=jnp.int32)
@@ -47,7 +47,7 @@ class SHiRA(peftlab.Adapter):
 
   def start(self, key, sizes, weight=None, full=None):
     del weight, full
-    entries = self.sizes(*sizes)['entries']
+    entries = self._entries(*sizes)
     flat = jnp.sort(jax.random.choice(key, sizes[0] * sizes[1], (entries,), replace=False))
     return {'places': jnp.stack([flat // sizes[1], flat % sizes[1]])}
 
@@ -56,6 +56,9 @@ class SHiRA(peftlab.Adapter):
 
   def fuse(self, w, p):
     return w + self._sparse(w.shape, p)
+
+  def _entries(self, ins, outs):
+    return min(self.rank * (ins + outs), ins * outs)
 
   def _sparse(self, shape, p):
     return jnp.zeros(shape, p.numbers.dtype).at[p.places[0], p.places[1]].add(p.numbers)

@@ -67,10 +67,9 @@ class TrainableTokens(peftlab.Adapter):
     if not self.tokens or len(set(self.tokens)) < len(self.tokens) or min(self.tokens) < 0:
       raise ValueError(f'TrainableTokens.tokens is {self.tokens}; expected rows, each once.')
 
-  def sizes(self, ins, outs):
-    del outs
-    if max(self.tokens) >= ins:
-      raise ValueError(f'TrainableTokens has the row {max(self.tokens)}; there are {ins}.')
+  def sizes(self, kernel):
+    if max(self.tokens) >= kernel['in']:
+      raise ValueError(f'TrainableTokens has the row {max(self.tokens)}; there are {kernel["in"]}.')
     return {'count': len(self.tokens)}
 
   def slots(self):

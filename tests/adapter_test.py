@@ -122,3 +122,15 @@ def test_registering_gives_the_class_back(monkeypatch):
   assert peftlab.register_adapter('wide_for_test')(Wide) is Wide
   assert 'wide_for_test' in peftlab.adapter_types()
   assert _registry.adapters.name_of(Wide()) == 'wide_for_test'
+
+
+def test_a_slot_of_no_dtype_is_refused():
+  with pytest.raises(ValueError, match="A slot has dtype 'foo'; expected a dtype of numbers"):
+    Slot(dims='in', dtype='foo')
+
+
+def test_a_convolution_has_channels_and_taps():
+  kernel = {'in': 12, 'out': 7, 'taps': 4}
+  assert _adapter.slot_shape(Slot(dims='channels taps'), Wide(), sizes=kernel) == (3, 4)
+  plain = {'in': 12, 'out': 7}
+  assert _adapter.slot_shape(Slot(dims='channels taps'), Wide(), sizes=plain) == (12, 1)

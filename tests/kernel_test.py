@@ -42,7 +42,7 @@ LAYOUTS = {
     ('btd', 'hdk', 'bthk'),
   ),
   'embed': (nnx.Embed(7, 3, rngs=RNGS), 'in out', 2, None),
-  'conv': (nnx.Conv(3, 5, kernel_size=(2, 4), rngs=RNGS), 'in in in out', 4, None),
+  'conv': (nnx.Conv(3, 5, kernel_size=(2, 4), rngs=RNGS), 'tap tap in out', 4, None),
 }
 
 
@@ -72,7 +72,15 @@ def test_the_equation_is_the_layer(name):
   np.testing.assert_allclose(layer(inputs), expected, rtol=1e-5, atol=1e-6)
 
 
-WORDS = ('in out', 'out in', 'in in out', 'out in out', 'in out in out', 'out out in')
+WORDS = (
+  'in out',
+  'out in',
+  'in in out',
+  'out in out',
+  'in out in out',
+  'out out in',
+  'tap tap in out',
+)
 
 
 @pytest.mark.parametrize('words', WORDS)

@@ -1,8 +1,9 @@
-"""Put the adapter types of a plugin file through the conformance suite: FILE.py [--only=...]."""
+"""Put adapter types through the conformance suite: FILE.py or NAME [--only=...]."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+import os
 import typing
 
 from absl import flags
@@ -10,6 +11,7 @@ from absl import flags
 from peftlab.cli import _flags, _help
 
 if typing.TYPE_CHECKING:
+  from peftlab import _adapter
   from peftlab.testing import suite
 
 DEVICES = 8
@@ -26,29 +28,42 @@ def run(argv: list[str]) -> int:
   values = flags.FlagValues()
   _define(values)
   if _help.wanted(argv):
-    print(f'peftlab check FILE.py [--only=NAME,...]\n\n{__doc__}\n\n{_help.show_flags(values)}')
+    usage = 'peftlab check FILE.py|NAME [--only=NAME,...]'
+    print(f'{usage}\n\n{__doc__}\n\n{_help.show_flags(values)}')
     print(f'\n{_listing()}')
     return 0
-  file, others = _file(argv)
+  given, others = _given(argv)
   only = [n for o in _flags.parse_plain(others, _define).only for n in o.split(',') if n]
-  from peftlab import _plugin_file, testing
+  from peftlab import testing
 
   testing.use_cpu_devices(DEVICES)
   testing.select(only)
   failed = False
-  for name, kind in _plugin_file.load_plugin(file).items():
+  for name, kind in _types(given).items():
     with testing.quick_compiles():
       failed |= _show(name, kind.__name__, testing.results(kind, only=only))
   return int(failed)
 
 
-def _file(argv: list[str]) -> tuple[str, list[str]]:
+def _types(given: str) -> dict[str, type[_adapter.Adapter]]:
+  """The types that a file registers, or the registered one of that name."""
+  from peftlab import _plugin_file, _registry
+
+  if given.endswith('.py') or os.sep in given or os.path.exists(given):
+    return _plugin_file.load_plugin(given)
+  return {given: _registry.adapters.get(given)}
+
+
+def _given(argv: list[str]) -> tuple[str, list[str]]:
   """(the one argument that is no flag, the flags)."""
   values = {i + 1 for i, argument in enumerate(argv) if argument in ('--only', '-only')}
   files = [a for i, a in enumerate(argv) if not a.startswith('-') and i not in values]
   if len(files) != 1:
     given = ' '.join(files) or 'none'
-    raise ValueError(f'Give one plugin file, peftlab check FILE.py; given: {given}.')
+    raise ValueError(
+      'Give one plugin file or the name of a registered type, peftlab check FILE.py|NAME; given: '
+      f'{given}.'
+    )
   return files[0], [a for a in argv if a != files[0]]
 
 

@@ -138,7 +138,7 @@ def _check_rank(
   found: list[tuple[_sites.Site, dict[str, _layer.Attached]]], rank: int | None
 ) -> None:
   """Raises ValueError for a rank that no change at these sites can have."""
-  full, name = max((min(site.sizes.values()), site.name) for site, _ in found)
+  full, name = max((site.full_rank, site.name) for site, _ in found)
   if rank is not None and rank > full:
     raise ValueError(
       f'rank is {rank}; the largest full rank of these layers is {full} ({name}), which holds all.'

@@ -22,7 +22,7 @@ class Form:
 
   Attributes:
     quantizer: with its tile settled (0: all inputs).
-    words: 'in' or 'out' per dimension of the weight of one layer.
+    words: per dimension of the weight of one layer, as `Layout` has them.
     shape: sizes of those dimensions.
     dtype: that the weight had.
     tiled: the word of the dimensions that are cut into tiles: 'in', and of a lookup 'out', so that
@@ -41,19 +41,21 @@ class Form:
   def order(self) -> tuple[int, ...]:
     """The dimensions of the weight, those that are tiled first."""
     places = range(len(self.words))
-    first = [i for i in places if self.words[i] == self.tiled]
-    return (*first, *(i for i in places if self.words[i] != self.tiled))
+    order = sorted(places, key=lambda i: ('in', _kernel.TAP, 'out').index(self.words[i]))
+    return tuple(sorted(order, key=lambda i: not self._is_tiled(i)))
 
   @property
   def inputs(self) -> int:
     """Numbers that are cut into tiles, per output."""
-    sizes = zip(self.words, self.shape, strict=True)
-    return math.prod(size for word, size in sizes if word == self.tiled)
+    return math.prod(size for i, size in enumerate(self.shape) if self._is_tiled(i))
 
   @property
   def outs(self) -> tuple[int, ...]:
     """Sizes of the dimensions that are not tiled."""
-    return tuple(self.shape[i] for i in self.order if self.words[i] != self.tiled)
+    return tuple(self.shape[i] for i in self.order if not self._is_tiled(i))
+
+  def _is_tiled(self, dimension: int) -> bool:
+    return (self.words[dimension] in _kernel.INPUTS) == (self.tiled == 'in')
 
   @property
   def tile(self) -> int:

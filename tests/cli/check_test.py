@@ -77,6 +77,11 @@ def test_plugins_of_peftlab_are_checked_by_their_file(capsys):
   assert capsys.readouterr().out.startswith('lora (LoRA)')
 
 
+def test_a_registered_type_is_checked_by_its_name(capsys):
+  assert check('miss', '--only=fuse_equals_apply') == 0
+  assert capsys.readouterr().out.startswith('miss (MiSS)')
+
+
 def test_the_command_brings_its_own_devices(tmp_path):
   """In a fresh process, from another folder, whatever platform and flags it was given."""
   environment = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_PLATFORMS')}
@@ -91,8 +96,9 @@ def test_the_command_brings_its_own_devices(tmp_path):
 
 
 BAD = {
-  'none given': ([], 'Give one plugin file, peftlab check FILE.py; given: none.'),
-  'two given': (['a.py', 'b.py'], 'Give one plugin file, peftlab check FILE.py; given: a.py b.py.'),
+  'none given': ([], 'Give one plugin file or the name of a registered type, peftlab check '),
+  'two given': (['a.py', 'b.py'], 'Give one plugin file or the name of a registered type, peftlab'),
+  'no such type': (['lorra'], "No adapter 'lorra'; did you mean 'lora'?"),
   'no such file': (['{folder}/shfit.py'], "No Python file '{folder}/shfit.py'; did you mean"),
   'a folder': (['{folder}'], "No Python file '{folder}'"),
   'no property': (['{file}', '--only=fuse'], "No property 'fuse'"),

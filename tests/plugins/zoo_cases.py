@@ -52,6 +52,8 @@ class Case:
     count: trainable numbers.
     start: slots whose first values are the same.
     start_from: slots that keep what PEFT started from.
+    wrong: slots whose gradient is wrong in PEFT (see the README of the goldens).
+    forward: whether PEFT's own output is the one that its merged weight gives.
   """
 
   adapter: Adapter
@@ -61,11 +63,13 @@ class Case:
   fixed: Callable[[Mapping[str, np.ndarray]], Arrays] = lambda g: {}
   start: tuple[str, ...] = ()
   start_from: Callable[[Mapping[str, np.ndarray]], Arrays] | None = None
+  wrong: tuple[str, ...] = ()
+  forward: bool = True
 
 
 def _flat(a: np.ndarray) -> np.ndarray:
-  """[n, in] or a convolution's [n, in, height, width] -> [(height width in), n]."""
-  return a.T if a.ndim == 2 else a.transpose(2, 3, 1, 0).reshape(-1, a.shape[0])
+  """[n, in] or a convolution's [n, in, height, width] -> [(in height width), n]."""
+  return a.reshape(a.shape[0], -1).T
 
 
 def _low_rank(g: Mapping[str, np.ndarray]) -> Arrays:
@@ -85,31 +89,37 @@ def _dora(g: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def _loha(g: Mapping[str, np.ndarray]) -> Arrays:
-  return {f'{ours}{i}': _two(g[f'hada_w{i}_{theirs}']) for i in '12' for ours, theirs in PAIRS}
+  return {f'{ours}{i}': g[f'hada_w{i}_{theirs}'].T for i in '12' for ours, theirs in PAIRS}
 
 
 PAIRS = (('a', 'b'), ('b', 'a'))
 
 
-def _patches(a: np.ndarray) -> np.ndarray:
-  """[rank, (in height width)] of a convolution of 8 x 3 x 3 -> [(height width in), rank]."""
-  return _flat(a.reshape(-1, 8, 3, 3))
+def _loha_effective(g: Mapping[str, np.ndarray]) -> Arrays:
+  found = {f'{ours}{i}': g[f'hada_w{i}_{theirs}'] for i in '12' for ours, theirs in PAIRS}
+  return {k: a.T if k[0] == 'a' else a for k, a in found.items()} | _cores(
+    g, t1='hada_t1', t2='hada_t2'
+  )
 
 
-def _loha_conv(g: Mapping[str, np.ndarray]) -> Arrays:
-  factors = {f'a{i}': _patches(g[f'hada_w{i}_b']) for i in '12'}
-  return factors | {f'b{i}': g[f'hada_w{i}_a'].T for i in '12'}
-
-
-def _two(a: np.ndarray) -> np.ndarray:
-  return a.T
+def _cores(g: Mapping[str, np.ndarray], **names: str) -> Arrays:
+  return {slot: g[key].reshape(*g[key].shape[:2], -1) for slot, key in names.items()}
 
 
 LOKR = {'w1': 'p', 'w1_a': 'p_b', 'w1_b': 'p_a', 'w2': 'q', 'w2_a': 'q_b', 'w2_b': 'q_a'}
 
 
 def _lokr(g: Mapping[str, np.ndarray]) -> Arrays:
-  return {LOKR[k.removeprefix('lokr_')]: a.T for k, a in g.items()}
+  return {LOKR[k.removeprefix('lokr_')]: _flat(a) for k, a in g.items()}
+
+
+def _lokr_effective(g: Mapping[str, np.ndarray]) -> Arrays:
+  found = {'p': g['lokr_w1'].T, 'q_b': g['lokr_w2_a'], 'q_a': g['lokr_w2_b'].T}
+  return found | _cores(g, q_t='lokr_t2')
+
+
+def _boft(g: Mapping[str, np.ndarray]) -> Arrays:
+  return {'rotation': g['boft_R'], 'scale': g['boft_s'].reshape(-1)}
 
 
 def _adalora(g: Mapping[str, np.ndarray]) -> Arrays:
@@ -163,6 +173,9 @@ CASES: dict[str, Case] = {
   'dora/embedding': Case(dora.DoRA(rank=4, alpha=8), _dora, 176, 'embedding'),
   'ia3/linear': Case(ia3.IA3(), _rows(factor='ia3_l'), 32, start=('factor',)),
   'ia3/linear_feedforward': Case(ia3.IA3(feedforward=True), _rows(factor='ia3_l'), 48),
+  'ia3/conv_feedforward': Case(
+    ia3.IA3(feedforward=True), _rows(factor='ia3_l'), 8, 'conv', start=('factor',)
+  ),
   'ia3/conv': Case(ia3.IA3(), _rows(factor='ia3_l'), 12, 'conv'),
   'oft/linear': Case(oft.OFT(terms=5), _of(rotation='oft_R.weight'), 168),
   'oft/linear_cayley': Case(oft.OFT(), _of(rotation='oft_R.weight'), 168, start=('rotation',)),
@@ -172,18 +185,28 @@ CASES: dict[str, Case] = {
   'oft/embedding': Case(
     oft.OFT(terms=5, outputs=True), _of(rotation='oft_embedding_R.weight'), 56, 'embedding'
   ),
+  # Only its merged weight: in the forward pass PEFT sums rotated patches where they overlap.
+  'oft/conv': Case(oft.OFT(terms=5), _of(rotation='oft_R.weight'), 252, 'conv', forward=False),
   'oft/conv_1x1': Case(oft.OFT(terms=5), _of(rotation='oft_R.weight'), 28, 'conv_1x1'),
-  'boft/linear': Case(
-    boft.BOFT(), lambda g: {'rotation': g['boft_R'], 'scale': g['boft_s'].reshape(-1)}, 224
-  ),
-  'boft/linear_2_factors': Case(
-    boft.BOFT(factors=2),
-    lambda g: {'rotation': g['boft_R'], 'scale': g['boft_s'].reshape(-1)},
-    416,
-  ),
+  'boft/linear': Case(boft.BOFT(), _boft, 224),
+  'boft/linear_2_factors': Case(boft.BOFT(factors=2), _boft, 416),
+  'boft/conv': Case(boft.BOFT(), _boft, 300, 'conv', start=('rotation', 'scale')),
   'loha/linear': Case(loha.LoHa(rank=4, alpha=8), _loha, 640, start=('a2',)),
-  'loha/conv': Case(loha.LoHa(rank=4, alpha=8), _loha_conv, 672, 'conv', start=('a2',)),
+  'loha/conv': Case(loha.LoHa(rank=4, alpha=8), _loha, 672, 'conv', start=('a2',)),
+  'loha/conv_effective': Case(
+    loha.LoHa(rank=4, alpha=8, effective=True),
+    _loha_effective,
+    448,
+    'conv',
+    start=('a2',),
+    wrong=('b1', 'b2'),
+  ),
   'lokr/linear': Case(lokr.LoKr(rank=4, alpha=8), _lokr, 88, start=('p',)),
+  'lokr/conv': Case(lokr.LoKr(rank=4, alpha=8), _lokr, 150, 'conv', start=('p',)),
+  'lokr/conv_r1': Case(lokr.LoKr(rank=1, alpha=2), _lokr, 46, 'conv', start=('p',)),
+  'lokr/conv_effective': Case(
+    lokr.LoKr(rank=1, alpha=2, effective=True), _lokr_effective, 23, 'conv', start=('p',)
+  ),
   'lokr/linear_r2': Case(lokr.LoKr(rank=2, alpha=8), _lokr, 56),
   'lokr/linear_both': Case(lokr.LoKr(rank=2, alpha=8, both=True), _lokr, 52),
   'lokr/linear_factor': Case(lokr.LoKr(rank=2, alpha=8, factor=4), _lokr, 56),
@@ -246,7 +269,7 @@ CASES: dict[str, Case] = {
   'adalora/linear': Case(adalora.AdaLoRA(rank=4, alpha=8), _adalora, 324, start=('e',)),
   'adalora/conv': Case(
     adalora.AdaLoRA(rank=4, alpha=8),
-    lambda g: _adalora(g) | {'a': _patches(g['lora_A'])},
+    _adalora,
     340,
     'conv',
     start=('e',),
