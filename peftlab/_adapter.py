@@ -276,9 +276,9 @@ def slot_shape(slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]) -> tup
   """
   kernel = {'taps': 1, **sizes}
   kernel['channels'] = kernel['in'] // kernel['taps']
-  more = adapter.sizes(kernel)
+  every = {**kernel, **(more := adapter.sizes(kernel))}
   words = slot.dims.split()
-  return tuple(0 if more.get(w) == 0 else _size(w, slot, adapter, kernel | more) for w in words)
+  return tuple(0 if more.get(w) == 0 else _size(w, slot, adapter, every) for w in words)
 
 
 def slots_at(

@@ -78,17 +78,14 @@ class AdaLoRA(peftlab.Adapter):
   orthogonal: float = 0.5
 
   def slots(self):
-    normal = jax.nn.initializers.normal(0.02)
+    starts = dict(a=jax.nn.initializers.normal(0.02), b=jax.nn.initializers.normal(0.02))
     scale = peftlab.constant(self.alpha / (self.rank + 1e-5))
     aside = dict(trainable=False, aside=True, saved=False)
+    found = {n: peftlab.Slot(dims=d, init=starts.get(n, peftlab.zeros)) for n, d in DIMS.items()}
+    found['scale'] = peftlab.Slot(dims='', init=scale, trainable=False)
+    found['chosen'] = peftlab.Slot(dims='rank', init=jax.nn.initializers.ones, **aside)
     kept = {f'{n}_{what}': peftlab.Slot(dims=DIMS[n], **aside) for n in DIMS for what in KEPT}
-    return {
-      'a': peftlab.Slot(dims='in rank', init=normal),
-      'b': peftlab.Slot(dims='rank out', init=normal),
-      'e': peftlab.Slot(dims='rank'),
-      'scale': peftlab.Slot(dims='', init=scale, trainable=False),
-      'chosen': peftlab.Slot(dims='rank', init=jax.nn.initializers.ones, **aside),
-    } | kept
+    return found | kept
 
   def apply(self, x, base, p):
     return base(x) + ((x @ p.a) * (p.e * p.scale)) @ p.b
@@ -97,31 +94,26 @@ class AdaLoRA(peftlab.Adapter):
     return w + (p.a * (p.e * p.scale)) @ p.b
 
   def penalty(self, p):
-    if not self.orthogonal:
-      return None
-    one = jnp.eye(self.rank)
-    far = [jnp.linalg.norm(g - one) for g in (p.a.T @ p.a, p.b @ p.b.T)]
-    return self.orthogonal * (far[0] + far[1]) / 2
+    far = [jnp.linalg.norm(g - jnp.eye(self.rank)) for g in (p.a.T @ p.a, p.b @ p.b.T)]
+    return self.orthogonal * (far[0] + far[1]) / 2 if self.orthogonal else None
 
   def after_step(self, kernels, *, step, steps):
     left = steps - self.last - step  # of the steps in which ranks are chosen
     found = [self._scored(kernel, left > 0) for kernel in kernels]
-    scores = jnp.concatenate([jnp.ravel(score) for score, _ in found])
+    scores = jnp.sort(jnp.concatenate([jnp.ravel(score) for score, _ in found]))
     drop = scores.size - self._budget(step, steps, scores.size)
-    lowest = jnp.where(drop < 1, -jnp.inf, jnp.sort(scores)[jnp.maximum(drop - 1, 0)])
+    lowest = jnp.where(drop < 1, -jnp.inf, scores[jnp.maximum(drop - 1, 0)])
     choose = ((step > self.first) & (step % self.every == 0) & (left > 0)) | (left == 0)
     changed = []
     for kernel, (score, kept) in zip(kernels, found, strict=True):
-      now = (score > lowest).astype(jnp.float32)
-      chosen = jnp.where(choose, now, kernel.values['chosen'])
+      chosen = jnp.where(choose, (score > lowest).astype(jnp.float32), kernel.values['chosen'])
       e = jnp.where(choose | (left < 0), kernel.values['e'] * chosen, kernel.values['e'])
       changed.append(kept | {'chosen': chosen, 'e': e})
     return changed
 
   def _budget(self, step, steps, total):
     """Ranks that may be left, of all kernels together."""
-    target = total * self.target // self.rank
-    span = max(steps - self.first - self.last, 1)
+    target, span = total * self.target // self.rank, max(steps - self.first - self.last, 1)
     left = jnp.clip(1 - (step - self.first) / span, 0.0, 1.0)
     return ((total - target) * left**3 + target).astype(jnp.int32)
 
