@@ -58,7 +58,7 @@ bench-trainers: venv ## Measure the trainer: objective, layers, experts, quantiz
 lint: venv ## Check format, lint, types, import order and BUILD files.
 	$(PY) -m ruff format --check --quiet . || { echo 'Some files are not formatted; run: make format' >&2; exit 1; }
 	$(PY) -m ruff check --quiet .
-	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY) --summary=none
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY) --summary=none --min-severity=error
 	$(PY) tools/build_files.py --check
 	$(PY) -m pytest -q -p no:cacheprovider tests/project/import_order_test.py
 

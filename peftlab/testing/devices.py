@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 
 import jax
@@ -37,7 +37,7 @@ def meshes() -> dict[str, jax.sharding.Mesh]:
 
 
 @contextlib.contextmanager
-def quick_compiles() -> Iterator[None]:
+def quick_compiles() -> Generator[None]:
   """Within the block programs are compiled with few optimizations, in half the time."""
   jax.config.update('jax_disable_most_optimizations', True)
   try:
