@@ -28,7 +28,7 @@ def _rows(name: str, x: jax.Array, ins: int) -> jax.Array:
     return jax.nn.one_hot(x.reshape(-1), ins)
   if name == 'conv':
     padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
-    windows = jnp.stack([padded[:, i : i + x.shape[1]] for i in range(3)], axis=2)
+    windows = jnp.stack([padded[:, i : i + x.shape[1]] for i in range(3)], axis=-1)
     return windows.reshape(-1, 3 * x.shape[-1])
   return x.reshape(x.shape[0], -1)
 
@@ -57,8 +57,9 @@ def _both(
     kind = _kernel.layer_type(layer)
     assert kind is not None
     words = kind.layout(layer).words
-    matrix = _kernel.as_matrix(getattr(layer, kind.weight)[...], words)
-    values = layer.adapters[0].values(jnp.float32, {'in': matrix.shape[0], 'out': matrix.shape[1]})
+    weight = getattr(layer, kind.weight)[...]
+    matrix = _kernel.as_matrix(weight, words)
+    values = layer.adapters[0].values(jnp.float32, _kernel.kernel_sizes(words, weight.shape))
     bias = layer.bias[...].reshape(-1) if kind.bias else jnp.zeros(matrix.shape[1:])
     y = adapter.apply(_rows(name, x, matrix.shape[0]), probe.PlainBase(matrix, bias), values)
     found[name] = (layer(x).reshape(y.shape), y + bias)
