@@ -87,7 +87,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest(case):
 
 def test_a_model_that_is_one_layer_is_a_site():
   (site,) = _sites.sites(linear())
-  assert (site.name, site.path, site.sizes) == ('Linear', (), {'in': 4, 'out': 4})
+  assert (site.name, site.path, site.sizes) == ('Linear', (), {'in': 4, 'out': 4, 'taps': 1})
   model, _ = peftlab.attach(linear(), LoRA(rank=2))
   assert model.adapters[0].a.shape == (4, 2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from einops import rearrange
@@ -10,8 +9,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _kernel, _parts, _points, _specs
-from peftlab.models import rope
+from peftlab import _parts, _points, _specs
+from peftlab.models import rope, scores
 from peftlab.models.config import DecoderConfig, LayerKind
 from peftlab.models.layers import Dense, RMSNorm, unit_rms
 
@@ -115,13 +114,13 @@ class Attention(nnx.Module):
       q = self.q_norm(q)
     if count := self._before(k, x):
       positions = positions + count
-    q = _specs.constrain(self._rotated(q, positions), ('batch', 'length', 'q_heads', 'head_dim'))
+    q = _specs.constrain(self._rotated(q, positions), scores.HEADS)
     window = None if self.window is None else self.window[...]
-    mask = causal_mask(positions, k_positions, segment_ids, window)
+    mask = scores.causal_mask(positions, k_positions, segment_ids, window)
     scale = q.shape[-1] ** -0.5 if c.attention_scale is None else c.attention_scale
     sinks = None if self.sinks is None else self.sinks[...]
-    y = attend(q, k, v, mask, scale=scale, softcap=c.attention_softcap, sinks=sinks)
-    y = _specs.constrain(y, ('batch', 'length', 'q_heads', 'head_dim'))
+    y = scores.attend(q, k, v, mask, scale=scale, softcap=c.attention_softcap, sinks=sinks)
+    y = _specs.constrain(y, scores.HEADS)
     if gate is not None:
       y = y * jax.nn.sigmoid(gate)
     y = self.o(rearrange(y, 'b l h d -> (b l) h d'))
@@ -201,120 +200,3 @@ def extend(
 
 def _heads(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return rearrange(y, '(b l) h d -> b l h d', b=shape[0])
-
-
-def causal_mask(
-  q_positions: jax.Array,
-  k_positions: jax.Array,
-  segment_ids: jax.Array | None = None,
-  window: jax.Array | None = None,
-) -> jax.Array:
-  """True where a query sees a key: bool [batch or 1, queries, keys].
-
-  Args:
-    q_positions: [batch or 1, queries].
-    k_positions: [batch or 1, keys].
-    segment_ids: [batch, length] of queries and keys alike; a token sees its own segment only.
-      Where there are more queries or keys, those in front are virtual and seen by every segment.
-    window: [] how many tokens back a query sees, its own included; 0 or None: all.
-  """
-  back = q_positions[:, :, None] - k_positions[:, None, :]
-  mask = back >= 0
-  if window is not None:
-    mask &= (window == 0) | (back < window)
-  if segment_ids is not None:
-    mask &= _same_segment(segment_ids, mask.shape[1:])
-  return mask
-
-
-def _same_segment(ids: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """bool [batch, queries, keys]; what stands before the tokens with ids is of every segment."""
-  same = ids[:, :, None] == ids[:, None, :]
-  queries, keys = (n - ids.shape[1] for n in shape)
-  if not queries and not keys:
-    return same
-  return jnp.pad(same, ((0, 0), (queries, 0), (keys, 0)), constant_values=True)
-
-
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  mask: jax.Array,
-  *,
-  scale: float,
-  softcap: float | None = None,
-  sinks: jax.Array | None = None,
-) -> jax.Array:
-  """softmax(mask(cap(scale q k^T))) v, each kv head serving a group of query heads.
-
-  Scores and softmax are float32; the weights, in the dtype of v, are the one tensor of
-  [batch, heads, queries, keys] that is kept for the backward pass.
-
-  Args:
-    q: [batch, queries, q_heads, head_dim].
-    k: [batch, keys, kv_heads, head_dim].
-    v: [batch, keys, kv_heads, value_dim].
-    mask: bool [batch or 1, queries, keys].
-    scale: factor of the scores.
-    softcap: scores become cap * tanh(scores / cap).
-    sinks: [q_heads] logits that take part in the softmax and have no value.
-
-  Returns:
-    [batch, queries, q_heads, value_dim] in the dtype of q.
-  """
-  # Plain batched products of [group x queries, head_dim] and [keys, head_dim]: with the group as a
-  # dimension of its own, XLA's CPU backend transposes more and attention takes a quarter longer.
-  kv_heads, groups = k.shape[2], q.shape[2] // k.shape[2]
-  q = rearrange(q * jnp.asarray(scale, q.dtype), 'b q (h g) d -> b h (g q) d', h=kv_heads)
-  k, v = (rearrange(array, 'b k h d -> b h k d') for array in (k, v))
-  scores = jnp.einsum('bhqd,bhkd->bhqk', q, k, preferred_element_type=jnp.float32)
-  if softcap is not None:
-    scores = softcap * jnp.tanh(scores / softcap)
-  scores = rearrange(scores, 'b h (g q) k -> b h g q k', g=groups)
-  mask = mask[:, None, None]
-  if sinks is not None:
-    scores, mask = _with_sinks(scores, mask, rearrange(sinks, '(h g) -> h g', g=groups))
-  weights = masked_softmax(scores, mask, v.dtype)
-  weights = weights if sinks is None else weights[..., :-1]
-  y = jnp.einsum('bhqk,bhkd->bhqd', rearrange(weights, 'b h g q k -> b h (g q) k'), v)
-  y = _kernel.keep(y)
-  return rearrange(y, 'b h (g q) d -> b q (h g) d', g=groups).astype(q.dtype)
-
-
-def _with_sinks(
-  scores: jax.Array, mask: jax.Array, sinks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Scores [b, h, g, q, k] and their mask with one more key, whose score is sinks [h, g]."""
-  last = jnp.broadcast_to(
-    sinks.astype(scores.dtype)[None, :, :, None, None], (*scores.shape[:4], 1)
-  )
-  seen = jnp.ones((*mask.shape[:4], 1), bool)
-  return jnp.concatenate([scores, last], axis=-1), jnp.concatenate([mask, seen], axis=-1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def masked_softmax(scores: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
-  """Softmax over the last axis where `mask` is true, computed in float32, returned as `dtype`.
-
-  Its own gradient rule keeps the result and nothing else: 12 to 20 % less time for all of attention
-  on CPU than where the mask is differentiated through.
-  """
-  scores = jnp.where(mask, scores.astype(jnp.float32), jnp.finfo(jnp.float32).min)
-  return jax.nn.softmax(scores, axis=-1).astype(dtype)
-
-
-def _softmax_forward(scores: jax.Array, mask: jax.Array, dtype: Any) -> tuple:
-  weights = masked_softmax(scores, mask, dtype)
-  return weights, (weights, jnp.zeros((0,), scores.dtype))
-
-
-def _softmax_backward(dtype: Any, kept: tuple, change: jax.Array) -> tuple:
-  del dtype
-  weights, like = kept
-  weights, change = weights.astype(jnp.float32), change.astype(jnp.float32)
-  scores = weights * (change - jnp.sum(weights * change, axis=-1, keepdims=True))
-  return scores.astype(like.dtype), None
-
-
-masked_softmax.defvjp(_softmax_forward, _softmax_backward)

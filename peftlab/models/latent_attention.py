@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from peftlab import _parts, _specs
-from peftlab.models import rope
-from peftlab.models.attention import attend, causal_mask, empty_cache, extend
+from peftlab.models import rope, scores
+from peftlab.models.attention import empty_cache, extend
 from peftlab.models.config import DecoderConfig, Latent
 from peftlab.models.layers import Dense, RMSNorm
 
@@ -77,11 +77,11 @@ class LatentAttention(nnx.Module):
     key = rope.rotate(down[..., None, o.kv_rank :], cos, sin, layout=c.rope_layout)[..., 0, :]
     latent, key, k_positions = self._extend(latent, key, positions)
     k, v = self._keys_and_values(latent, key)
-    heads = ('batch', 'length', 'q_heads', 'head_dim')
-    q, k, v = (_specs.constrain(array, heads) for array in (q, k, v))
-    mask = causal_mask(positions, k_positions, segment_ids)
+    q, k, v = (_specs.constrain(array, scores.HEADS) for array in (q, k, v))
+    mask = scores.causal_mask(positions, k_positions, segment_ids)
     scale = q.shape[-1] ** -0.5 if c.attention_scale is None else c.attention_scale
-    y = _specs.constrain(attend(q, k, v, mask, scale=scale, softcap=c.attention_softcap), heads)
+    y = scores.attend(q, k, v, mask, scale=scale, softcap=c.attention_softcap)
+    y = _specs.constrain(y, scores.HEADS)
     y = self.o(rearrange(y, 'b l h d -> (b l) h d'))
     return rearrange(y, '(b l) e -> b l e', b=x.shape[0])
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import functools
 from typing import Any
 
-from einops import rearrange
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from peftlab import _parts, _specs
+from peftlab import _chunks, _parts
 
 Batch = Mapping[str, jax.Array]
 
@@ -88,13 +86,13 @@ def _chunked(
     return model.logits(hidden)
 
   one = jax.eval_shape(column, parts, hidden[:, :1])
-  chunks = _chunk_count(hidden.shape[1], one.size // _pieces(one.shape), most_logits)
+  column_logits = one.size // _chunks.pieces(one.shape, ('batch', 'length', 'vocab'))
+  chunks = _chunks.count(hidden.shape[1], column_logits, most_logits)
   if chunks == 1:
     state, total = chunk(parts.state, (hidden, targets, mask))
     return total, state
   parts = _with_gathered_head(parts)
-  cut = functools.partial(rearrange, pattern='b (c l) ... -> c b l ...', c=chunks)
-  xs = (cut(hidden), cut(targets), cut(mask))
+  xs = tuple(_chunks.cut(array, chunks) for array in (hidden, targets, mask))
   state, totals = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), parts.state, xs)
   return jnp.sum(totals), state
 
@@ -105,20 +103,3 @@ def _with_gathered_head(parts: _parts.Parts) -> _parts.Parts:
   if hasattr(model, 'gather_head'):
     model.gather_head()
   return parts.replace(base=_parts.split(model).base)
-
-
-def _pieces(shape: tuple[int, ...]) -> int:
-  """Over how many devices logits lie."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    return 1
-  spec = _specs.spec_for(('batch', 'length', 'vocab'), mesh)
-  return _specs.shards(_specs.fit_spec(shape, spec, mesh)[0], mesh)
-
-
-def _chunk_count(length: int, logits_per_column: int, most: int) -> int:
-  """The fewest equal chunks of `length` columns whose logits are at most `most`."""
-  for chunks in range(1, length):
-    if length % chunks == 0 and length // chunks * logits_per_column <= most:
-      return chunks
-  return length

@@ -20,6 +20,7 @@ ROWS = (
   '_points',
   '_flax_layers',
   '_specs',
+  '_chunks',
   '_padded',
   '_layer',
   '_rows',

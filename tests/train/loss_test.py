@@ -55,24 +55,6 @@ def test_the_head_is_gathered_once_and_not_by_every_chunk(tied):
   assert gather.outvars[0] in loops[-1].invars
 
 
-@pytest.mark.parametrize(
-  ('length', 'columns', 'chunks'), ((8, 8, 1), (8, 4, 2), (8, 3, 4), (7, 6, 7), (6, 0, 6))
-)
-def test_chunks_are_equal_and_as_few_as_fit(length, columns, chunks):
-  assert loss._chunk_count(length, 10, columns * 10) == chunks
-
-
-# (mesh, how many devices hold different logits of [8, 1, 64])
-SPREAD = (({}, 1), ({'fsdp': 8}, 8), ({'fsdp': 4, 'tensor': 2}, 8), ({'stage': 4, 'data': 2}, 2))
-
-
-@pytest.mark.parametrize(('axes', 'expected'), SPREAD)
-def test_the_limit_is_one_of_a_device(axes, expected):
-  mesh = _specs.make_mesh(axes) if axes else None
-  with _specs.using(mesh):
-    assert loss._pieces((8, 1, 64)) == expected
-
-
 def test_a_model_without_hidden_is_called_as_a_whole():
   class Table(nnx.Module):
     def __init__(self):
