@@ -61,6 +61,7 @@ class Adapter(abc.ABC):
     experts: `apply` also works where the kernel is one of a stack of experts.
     quantized_base: it works on a base of codes, which `base.weight()` dequantizes.
     mixed_batch: `apply` may be mapped over rows that each have arrays of their own.
+    bounds: {field: (least, most)} that a field must lie between, both included.
     small: fields of an instance for small kernels, such as Linear(48 -> 32).
     peft: how HF PEFT writes this type, a `peftlab.formats.peft_form.PeftForm`; None: PEFT lacks it.
     peft_rows: how PEFT writes it where it is of virtual tokens, a `RowsForm` of `peft_rows`.
@@ -80,6 +81,7 @@ class Adapter(abc.ABC):
   experts: ClassVar[bool] = True
   quantized_base: ClassVar[bool] = True
   mixed_batch: ClassVar[bool] = True
+  bounds: ClassVar[Mapping[str, tuple[float, float]]] = {'rank': (1, math.inf)}
   small: ClassVar[Mapping[str, Any]] = {}
   peft: ClassVar[Any] = None
   peft_rows: ClassVar[Any] = None
@@ -96,6 +98,12 @@ class Adapter(abc.ABC):
         kind = type(given).__name__
         raise ValueError(f'{subject} is {given!r} ({kind}); it must be of type {name}.')
       object.__setattr__(self, field.name, value)
+    for name, (least, most) in self.bounds.items():
+      value = getattr(self, name, least)
+      if not isinstance(value, (int, float)) or least <= value <= most or math.isnan(value):
+        continue
+      span = f'at least {least}' if most == math.inf else f'between {least} and {most}'
+      raise ValueError(f'{type(self).__name__}.{name} is {value}; it must be {span}.')
 
   @abc.abstractmethod
   def slots(self) -> dict[str, Slot]:
@@ -223,6 +231,24 @@ def _typed(value: Any, declared: Any) -> Any:
   return {'bool': bool, 'int': int, 'float': float, 'str': str}[name](value)
 
 
+def fused(adapter: Adapter, what: str, own: jax.Array, p: Values) -> jax.Array:
+  """`adapter.fuse` or `fuse_bias` of an array, checked to have its shape.
+
+  Raises:
+    ValueError: it gave something else.
+  """
+  with noted(adapter, what, f'an array of shape {own.shape}'):
+    made = getattr(adapter, what)(own, p)
+  if getattr(made, 'shape', None) != own.shape:
+    given = f'shape {made.shape}' if hasattr(made, 'shape') else type(made).__name__
+    of = 'kernel' if what == 'fuse' else 'bias'
+    raise ValueError(
+      f'{type(adapter).__name__}.{what} gave {given} for a {of} of shape {own.shape}; expected an '
+      'array of that shape.'
+    )
+  return made
+
+
 @contextlib.contextmanager
 def noted(adapter: Adapter, what: str, layer: str) -> Generator[None]:
   """Within the block an exception is told which type raised it, in what, and at which layer."""
@@ -254,6 +280,10 @@ def _check_type(name: str, cls: Any) -> None:
     raise ValueError(
       f'The adapter {name!r} ({cls!r}) must be a frozen dataclass that extends peftlab.Adapter.'
     )
+  for claim in (n for n, v in vars(Adapter).items() if isinstance(v, bool)):
+    stated = getattr(cls, claim)
+    if not isinstance(stated, (bool, property)):
+      raise ValueError(f'The adapter {name!r} ({cls!r}) has {claim} = {stated!r}; expected a bool.')
   missing = sorted(cls.__abstractmethods__)
   if missing:
     raise ValueError(f'The adapter {name!r} ({cls!r}) lacks {", ".join(missing)}.')
@@ -276,9 +306,27 @@ def slot_shape(slot: Slot, adapter: Adapter, *, sizes: Mapping[str, int]) -> tup
   """
   kernel = {'taps': 1, **sizes}
   kernel['channels'] = kernel['in'] // kernel['taps']
-  every = {**kernel, **(more := adapter.sizes(kernel))}
+  every = {**kernel, **(more := _more_sizes(adapter, kernel))}
   words = slot.dims.split()
   return tuple(0 if more.get(w) == 0 else _size(w, slot, adapter, every) for w in words)
+
+
+def _more_sizes(adapter: Adapter, kernel: Mapping[str, int]) -> dict[str, int]:
+  """What `sizes` gives, checked."""
+  kind, fields = type(adapter).__name__, {f.name for f in dataclasses.fields(adapter)}
+  with noted(adapter, 'sizes', f'a kernel {dict(kernel)}'):
+    more = adapter.sizes(dict(kernel))
+  if not isinstance(more, Mapping):
+    raise ValueError(f'{kind}.sizes gave {more!r}; expected {{word: int}}.')
+  for word, size in more.items():
+    if not isinstance(word, str) or word in kernel or word in fields:
+      raise ValueError(
+        f'{kind}.sizes gave the word {word!r}; expected words that are no field of the type and '
+        f'none of {", ".join(kernel)}.'
+      )
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+      raise ValueError(f'{kind}.sizes gave {word!r} as {size!r}; expected an int.')
+  return {word: int(size) for word, size in more.items()}
 
 
 def slots_at(
@@ -317,9 +365,10 @@ def _size(word: str, slot: Slot, adapter: Adapter, sizes: Mapping[str, int]) -> 
     whole, _, part = word.partition('/')
     total, by = (_size(w, slot, adapter, sizes) for w in (whole, part))
     if total % by:
-      raise ValueError(
-        f'{type(adapter).__name__}.{part} is {by}; it must divide {whole}, which is {total}.'
-      )
+      kind = type(adapter).__name__
+      told = f'{by}, in the dims {slot.dims!r} of {kind},'
+      subject = told if part.isdigit() else f'{kind}.{part} is {by}; it'
+      raise ValueError(f'{subject} must divide {whole}, which is {total}.')
     return total // by
   size = sizes.get(word, getattr(adapter, word, None))
   if not isinstance(size, int) or isinstance(size, bool):
@@ -329,7 +378,8 @@ def _size(word: str, slot: Slot, adapter: Adapter, sizes: Mapping[str, int]) -> 
     near = _registry.did_you_mean(word, [*sizes, *fields])
     raise ValueError(
       f'{type(adapter).__name__} has a slot with dims {slot.dims!r}, and {word!r} is neither '
-      f"'in', 'out' nor a field that holds an int{near or '.'}"
+      f"'in', 'out', 'channels', 'taps', a number of at least 1, a word of `sizes`, nor a field "
+      f'that holds an int{near or "."}'
     )
   if size < 1:
     raise ValueError(f'{type(adapter).__name__}.{word} is {size}; it must be at least 1.')

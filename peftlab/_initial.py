@@ -108,7 +108,8 @@ class _Start:
   takes: tuple[int, ...] = ()
 
   def __call__(self, key: jax.Array, *weights: jax.Array) -> dict[str, jax.Array]:
-    return self.adapter.start(key, self.sizes, *weights)
+    weight, full = weights or (None, None)
+    return self.adapter.start(key, self.sizes, weight, full)
 
 
 def _form(plan: _plan.Plan, name: str) -> _Form:

@@ -66,8 +66,13 @@ def plan(site: _sites.Site, adapter: _adapter.Adapter, name: str, *, pad: bool =
     given = adapter.slots()
   _check_slots(given, adapter, site.name)
   slots, own_shapes = _slots_at(site, adapter)
-  if not slots:
+  if not slots and any(slot.of == 'bias' for slot in given.values()):
     raise ValueError(f'{site.name} has no bias, and {type(adapter).__name__} adapts nothing else.')
+  if not slots:
+    raise ValueError(
+      f'{type(adapter).__name__} has no slot at {site.name}, a kernel [in {site.sizes["in"]}, out '
+      f'{site.sizes["out"]}]: a size of each is 0.'
+    )
   _check_one(site, adapter, slots)
   shapes, stacks, shardings, stored, dropped = {}, {}, {}, {}, []
   for slot_name, slot in slots.items():
@@ -200,7 +205,9 @@ def _check_slots(slots: Any, adapter: _adapter.Adapter, layer: str) -> None:
       raise ValueError(f"{kind} has a slot {name!r} of {slot.of!r}; expected 'weight' or 'bias'.")
     word = str(name)
     taken = word in _layer.RESERVED or hasattr(_layer.Attached, word) or hasattr(dict, word)
-    if taken or word != name or not word.isidentifier():
+    if word != name or not word.isidentifier():
+      raise ValueError(f'{kind} cannot name a slot {name!r}; expected a name as of a variable.')
+    if taken:
       raise ValueError(f'{kind} cannot name a slot {name!r}; that word is taken.')
 
 

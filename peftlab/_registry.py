@@ -118,6 +118,9 @@ class Registry:
       thing = point.load()
       if self.check is not None:
         self.check(point.name, thing)
+      own = next((n for n, t in self._found.items() if t is thing and n != point.name), None)
+      if own is not None:
+        raise ValueError(f'it is registered as {own!r}; expected an entry point of that name')
       self._add(point.name, thing)
     except (Exception, SystemExit) as error:  # noqa: BLE001, it is told
       package = f'the package {point.dist.name!r}' if point.dist else 'an installed package'

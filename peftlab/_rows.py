@@ -133,10 +133,12 @@ def _check(view: _kernel.View, base: _layer.FrozenKernel, rows: int) -> None:
       f'A layer with experts ({layer}) cannot have adapters by row: its rows are sorted by expert.'
     )
   tokens = base(base.inputs).shape[0]
-  if tokens % rows:
+  free = view.inputs.ndim - (view.layout.words.count('in') if view.names.linear else 0)
+  batched = free > 1  # else all tokens are in one dimension
+  if tokens % rows or (batched and view.inputs.shape[0] != rows):
     raise ValueError(
-      f'A batch of {rows} rows with adapters of their own met a layer ({layer}) with {tokens} '
-      'tokens; expected the same number for every row.'
+      f'A batch of {rows} rows with adapters of their own met a layer ({layer}) with an input of '
+      f'{view.inputs.shape}; expected {rows} rows first, or as many tokens of each.'
     )
 
 
@@ -187,6 +189,16 @@ class _OneRow:
   @property
   def batch(self) -> _batch.Batch | _batch.Everywhere:
     raise ValueError('A row with an adapter of its own does not tell which tokens it has.')
+
+
+def check_batch(model: nnx.Module, rows: int) -> None:
+  """Raises ValueError where a model with banks is called with another number of rows."""
+  expected = batch_of(model)
+  if expected is not None and rows != expected:
+    raise ValueError(
+      f'The batch has {rows} rows; the model has an adapter or None for each of {expected}. Ask '
+      'the pool for a model of these rows.'
+    )
 
 
 def batch_of(model: nnx.Module) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -101,6 +102,8 @@ class Slot:
       raise ValueError(
         f"A slot has dtype {self.dtype!r}; expected a dtype of numbers, such as 'float32'."
       ) from None
+    if not (isinstance(self.rate, (int, float)) and 0 <= self.rate < math.inf):
+      raise ValueError(f'A slot has rate {self.rate!r}; it must be a finite number, 0 or above.')
 
 
 class Values(Mapping):

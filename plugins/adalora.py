@@ -1,6 +1,7 @@
 """AdaLoRA: a budget of ranks moves to where it counts (Zhang et al. 2023, arXiv:2303.10512)."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -38,6 +39,11 @@ class AdaLoRA(peftlab.Adapter):
   """
 
   small: ClassVar = {'rank': 4, 'target': 2}
+  bounds: ClassVar = {
+    **dict.fromkeys(('rank', 'target', 'every'), (1, math.inf)),
+    **dict.fromkeys(('first', 'last', 'orthogonal'), (0, math.inf)),
+    **dict.fromkeys(('beta1', 'beta2'), (0, 1)),
+  }
   # Of pruned layers PEFT stores fewer than `rank` triplets; it is `rank` that divides alpha.
   peft = PeftForm(
     type='ADALORA',

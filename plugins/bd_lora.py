@@ -1,6 +1,7 @@
 """BD-LoRA: a block-diagonal factor, each block at home on one device (Wang et al. 2025)."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -28,6 +29,7 @@ class BDLoRA(peftlab.Adapter):
   """
 
   small: ClassVar = {'rank': 4}
+  bounds: ClassVar = {'rank': (1, math.inf), 'blocks': (1, math.inf)}
 
   rank: int = 8
   blocks: int = 2

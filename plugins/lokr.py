@@ -39,6 +39,7 @@ class LoKr(peftlab.Adapter):
 
   embeddings = False
   small: ClassVar = {'rank': 4}
+  bounds: ClassVar = {'rank': (1, math.inf), 'factor': (0, math.inf)}
 
   peft = PeftForm(
     type='LOKR',

@@ -65,8 +65,6 @@ class LowRank(peftlab.Adapter):
   def __post_init__(self):
     super().__post_init__()
     kind = type(self).__name__
-    if self.rank < 1:
-      raise ValueError(f'{kind} rank is {self.rank}; it must be at least 1.')
     if not 0 <= self.dropout < 1:
       raise ValueError(f'{kind} dropout is {self.dropout}; it must be at least 0 and below 1.')
 

@@ -1,6 +1,8 @@
 """LoRA+: B learns faster than A (Hayou et al. 2024, arXiv:2402.12354)."""
 
 import dataclasses
+import math
+from typing import ClassVar
 
 import peftlab
 from peftlab.plugins import lora
@@ -14,6 +16,8 @@ class LoRAPlus(lora.LowRank):
   Attributes:
     ratio: of the learning rates; `--config.train.role_rates=b=N` says another one.
   """
+
+  bounds: ClassVar = lora.LowRank.bounds | {'ratio': (0, math.inf)}
 
   ratio: float = 16.0
 

@@ -1,6 +1,7 @@
 """The contract: slots, values, what may be registered."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import peftlab
 from peftlab import Slot, _adapter, _registry
+from peftlab.plugins import adalora, bd_lora, loha, lokr, lora_plus, randlora
 from peftlab.plugins.lora import LoRA
 
 
@@ -35,7 +37,7 @@ def test_dims_are_sizes_of_the_kernel_or_fields(dims):
 
 
 BAD_DIMS = {
-  'rnak': "'rnak' is neither 'in', 'out' nor a field that holds an int; did you mean 'rank'",
+  'rnak': "'rnak' is neither 'in', 'out', .*, nor a field that holds an int; did you mean 'rank'",
   'flag': '^Wide.flag is True; it must be an int',
   'rate': '^Wide.rate is 0.5; it must be an int',
   'ins': "did you mean 'in'",
@@ -134,3 +136,74 @@ def test_a_convolution_has_channels_and_taps():
   assert _adapter.slot_shape(Slot(dims='channels taps'), Wide(), sizes=kernel) == (3, 4)
   plain = {'in': 12, 'out': 7}
   assert _adapter.slot_shape(Slot(dims='channels taps'), Wide(), sizes=plain) == (12, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sized(Wide):
+  """A type whose `sizes` gives what a test says."""
+
+  more: Any = ()
+
+  def sizes(self, kernel):
+    return self.more(kernel) if callable(self.more) else self.more
+
+
+SIZES = {
+  'none': (lambda kernel: None, r'^Sized.sizes gave None; expected {word: int}'),
+  'a list': ([3], r'^Sized.sizes gave \[3\]; expected {word: int}'),
+  'a float': ({'foo': 2.0}, "^Sized.sizes gave 'foo' as 2.0; expected an int"),
+  'a bool': ({'foo': True}, "^Sized.sizes gave 'foo' as True; expected an int"),
+  'of the kernel': ({'in': 3}, "^Sized.sizes gave the word 'in'; expected words that are no field"),
+  'a field': ({'rank': 3}, "^Sized.sizes gave the word 'rank'; expected words that are no field"),
+}
+
+
+@pytest.mark.parametrize('case', SIZES)
+def test_wrong_sizes_are_refused(case):
+  more, message = SIZES[case]
+  with pytest.raises(ValueError, match=message):
+    _adapter.slot_shape(Slot(dims='in'), Sized(more=more), sizes={'in': 5, 'out': 7})
+
+
+def test_sizes_may_be_numbers_of_numpy_and_errors_in_them_name_the_type():
+  adapter = Sized(more={'foo': np.int64(3)})
+  assert _adapter.slot_shape(Slot(dims='foo'), adapter, sizes={'in': 5, 'out': 7}) == (3,)
+  wrong = Sized(more=lambda kernel: {'foo': kernel['rows']})
+  with pytest.raises(KeyError) as found:
+    _adapter.slot_shape(Slot(dims='foo'), wrong, sizes={'in': 5, 'out': 7})
+  assert 'Raised by the adapter type Sized in sizes' in found.value.__notes__[0]
+  with pytest.raises(ValueError, match=r"^2, in the dims 'taps/2' of Wide, must divide taps"):
+    _adapter.slot_shape(Slot(dims='taps/2'), Wide(), sizes={'in': 6, 'out': 7, 'taps': 3})
+
+
+BOUNDS = {
+  'LoHa.rank': (lambda: loha.LoHa(rank=0), 'at least 1'),
+  'LoKr.rank': (lambda: lokr.LoKr(rank=0), 'at least 1'),
+  'LoKr.factor': (lambda: lokr.LoKr(factor=-1), 'at least 0'),
+  'RandLoRA.rank': (lambda: randlora.RandLoRA(rank=0), 'at least 1'),
+  'BDLoRA.blocks': (lambda: bd_lora.BDLoRA(blocks=0), 'at least 1'),
+  'AdaLoRA.target': (lambda: adalora.AdaLoRA(target=0), 'at least 1'),
+  'AdaLoRA.every': (lambda: adalora.AdaLoRA(every=0), 'at least 1'),
+  'AdaLoRA.last': (lambda: adalora.AdaLoRA(last=-1), 'at least 0'),
+  'AdaLoRA.beta1': (lambda: adalora.AdaLoRA(beta1=1.5), 'between 0 and 1'),
+  'LoRAPlus.ratio': (lambda: lora_plus.LoRAPlus(ratio=-1.0), 'at least 0'),
+}
+
+
+@pytest.mark.parametrize('field', BOUNDS)
+def test_fields_are_within_their_bounds(field):
+  make, span = BOUNDS[field]
+  with pytest.raises(ValueError, match=f'^{field} is .*; it must be {span}'):
+    make()
+
+
+@pytest.mark.parametrize('rate', (-1.0, float('nan'), float('inf'), 'fast'))
+def test_a_rate_of_a_slot_is_a_finite_number(rate):
+  with pytest.raises(ValueError, match=r'A slot has rate .*; it must be a finite number'):
+    Slot(dims='in', rate=rate)
+
+
+def test_a_claim_is_a_bool():
+  kind = dataclasses.dataclass(frozen=True, kw_only=True)(type('Odd', (LoRA,), {'mergeable': 'no'}))
+  with pytest.raises(ValueError, match="has mergeable = 'no'; expected a bool"):
+    peftlab.register_adapter('claims_wrongly')(kind)

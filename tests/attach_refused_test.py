@@ -157,7 +157,7 @@ BAD = {
     lambda: peftlab.attach(Two(), LORA, rngs=jnp.zeros((2,), jnp.uint32)),
     '^rngs must be a seed',
   ),
-  'rank 0': (lambda: LoRA(rank=0), r'^LoRA rank is 0; it must be at least 1'),
+  'rank 0': (lambda: LoRA(rank=0), r'^LoRA\.rank is 0; it must be at least 1'),
   'rank -1': (lambda: peftlab.attach(Two(), LowRank(rank=-1)), r'^LowRank.rank is -1; it must be'),
   'rank 2.5': (
     lambda: peftlab.attach(Two(), LoRA(rank=2.5)),
@@ -315,8 +315,12 @@ def test_bad_input_is_refused_in_one_sentence(case):
 def test_a_failing_attach_leaves_nothing_behind():
   model = once()
   before = peftlab.split(model)
-  for adapter, where in ((LowRank(rank=0), 'up'), (LORA, 'upp'), (_type(c=Slot(dims='')), 'up')):
-    with pytest.raises(ValueError, match=r'rank|upp|never reads'):
+  for adapter, where in (
+    (_type(c=Slot(dims='rnak')), 'up'),
+    (LORA, 'upp'),
+    (_type(c=Slot(dims='')), 'up'),
+  ):
+    with pytest.raises(ValueError, match=r'rnak|upp|never reads'):
       peftlab.attach(model, adapter, where=where, name='second')
   after = peftlab.split(model)
   assert after.graph == before.graph

@@ -155,3 +155,12 @@ def test_a_package_that_takes_a_name_leaves_it_to_the_first(monkeypatch):
 def test_a_name_that_differs_in_case_alone_is_the_nearest_and_the_same_is_none():
   assert did_you_mean('attn.Q', ['attn.v', 'attn.q']) == "; did you mean 'attn.q'?"
   assert did_you_mean('down', ['down']) == ''
+
+
+def test_an_entry_point_has_the_name_that_its_type_has(monkeypatch):
+  point = importlib.metadata.EntryPoint('wrong', 'collections:OrderedDict', 'shop.tools')
+  monkeypatch.setattr(importlib.metadata, 'entry_points', lambda *, group: [point])
+  registry = Registry('tool', entry_points='shop.tools')
+  registry.register('ordered')(point.load())
+  with pytest.warns(UserWarning, match="it is registered as 'ordered'; expected an entry point of"):
+    assert registry.names() == ('ordered',)

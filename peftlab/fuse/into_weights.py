@@ -100,7 +100,7 @@ def _fused(site: _sites.Site, attached: _layer.Attached) -> jax.Array:
   def one(w: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
     values = _values(site, attached, arrays)
     matrix = _kernel.as_matrix(w, words).astype(jnp.float32)
-    fused = attached.adapter.fuse(matrix, values)
+    fused = _adapter.fused(attached.adapter, 'fuse', matrix, values)
     return _kernel.from_matrix(fused.astype(dtype), words, shape)
 
   return _each_layer(one, weight, stack, site, attached)
@@ -121,7 +121,8 @@ def _fused_bias(site: _sites.Site, attached: _layer.Attached) -> jax.Array | Non
   stack = tuple(range(len(layers))) if site.bias is None else _stack.place_axes(site.stack, rank)
 
   def one(b: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-    fused = adapter.fuse_bias(b.reshape(-1).astype(jnp.float32), _values(site, attached, arrays))
+    flat, values = b.reshape(-1).astype(jnp.float32), _values(site, attached, arrays)
+    fused = _adapter.fused(adapter, 'fuse_bias', flat, values)
     return fused.reshape(b.shape).astype(b.dtype)
 
   fused = _each_layer(one, own, stack, site, attached)

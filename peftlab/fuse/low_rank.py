@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jax.experimental import layout
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +24,10 @@ class Svd:
 
 def of_matrix(delta: jax.Array) -> Svd:
   """The decomposition of a matrix [in, out]."""
-  return Svd(*jnp.linalg.svd(delta, full_matrices=False))
+  # LAPACK reads columns first. XLA would ask whatever made the matrix to write it so, and its FFT
+  # on CPU cannot: the matrix is made by rows, then copied.
+  rows = layout.with_layout_constraint(delta, layout.Layout(major_to_minor=(0, 1)))
+  return Svd(*jnp.linalg.svd(rows, full_matrices=False))
 
 
 def of_product(a: jax.Array, b: jax.Array) -> Svd:

@@ -170,14 +170,14 @@ def _one(
   bias = None
   if any(type(a).fuse_bias is not _adapter.Adapter.fuse_bias for a in own):
     none = jnp.zeros(sizes[1])
-    added = [a.fuse_bias(none, p) for a, p in zip(own, values, strict=True)]
+    added = [_adapter.fused(a, 'fuse_bias', none, p) for a, p in zip(own, values, strict=True)]
     bias = method.merge(added, weights, *options, jax.random.fold_in(key, 1))
   if method.sums and len(pairs) == len(own):
     a = jnp.concatenate([w * pair[0] for w, pair in zip(weights, pairs, strict=True)], 1)
     b = jnp.concatenate([pair[1] for pair in pairs], 0)
     return ((a, b), None, bias) if rule.aside else (None, low_rank.of_product(a, b), bias)
   none = jnp.zeros(sizes)
-  added = [a.fuse(none, p) for a, p in zip(own, values, strict=True)]
+  added = [_adapter.fused(a, 'fuse', none, p) for a, p in zip(own, values, strict=True)]
   merged = method.merge(added, weights, *options, jax.random.fold_in(key, 0))
   return None, low_rank.of_matrix(merged), bias
 

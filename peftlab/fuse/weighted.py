@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import math
+import numbers
 from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peftlab import _adapter, _attach, _layer, _parts, _plan, _registry, _sites, _stack
 from peftlab.fuse import deltas, site_merge
@@ -37,7 +38,7 @@ def combine(
 
   Args:
     model: with named adapters.
-    weights: {name: weight}; any finite number.
+    weights: {name: weight}; any finite number, as float32 holds it.
     name: of the new adapter.
     method: of `deltas.METHODS`. linear, cat and svd give the weighted sum; magnitude, ties and dare
       leave entries out.
@@ -60,6 +61,7 @@ def combine(
   """
   rule = _rule(method, density, rank, vote)
   found = _found(model, weights, name)
+  weights = {given: float(weight) for given, weight in weights.items()}
   into = _type_of_result(found, into)
   _check_rank(found, rank)
   if rule.aside:
@@ -69,6 +71,8 @@ def combine(
     site_merge.merge(site, list(held.values()), [weights[n] for n in held], rule=rule, key=key)
     for site, held in found
   ]
+  for merge in merges:
+    _check_merged(merge)
   highest = max(merge.needed() for merge in merges)
   ranks = [merge.needed() if rule.aside else rank or highest for merge in merges]
   model = _parts.merge(_parts.split(model))
@@ -117,8 +121,10 @@ def _found(
     raise ValueError('There is no adapter to combine; expected {name: weight}.')
   for given, weight in weights.items():
     _attach.require(model, given)
-    if not isinstance(weight, (int, float)) or not math.isfinite(weight):
-      raise ValueError(f'The weight of {given!r} is {weight!r}; it must be a finite number.')
+    if not _is_finite(weight):
+      raise ValueError(
+        f'The weight of {given!r} is {weight!r}; it must be a number that is finite in float32.'
+      )
   if name in _attach.names(model):
     raise ValueError(f'The model already has an adapter named {name!r}; detach it first.')
   _attach.check_name(name)
@@ -132,6 +138,21 @@ def _found(
     if held:
       found.append((site, held))
   return found
+
+
+def _is_finite(weight: Any) -> bool:
+  """Whether it is one number, of Python, numpy or JAX, that float32 holds."""
+  if not isinstance(weight, (numbers.Real, jax.Array)) or np.ndim(weight):
+    return False
+  return abs(float(weight)) <= float(np.finfo(np.float32).max)
+
+
+def _check_merged(merge: site_merge.Merge) -> None:
+  arrays = jax.tree.leaves((merge.pair, merge.svd, merge.bias))
+  if not all(bool(jnp.isfinite(array).all()) for array in arrays):
+    raise ValueError(
+      f'The merge at {merge.site.name} is beyond all numbers of float32; expected smaller weights.'
+    )
 
 
 def _check_rank(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peftlab import _layer, _parts, _points, _registry, _specs, _stack, appliers
+from peftlab import _layer, _parts, _points, _registry, _rows, _specs, _stack, appliers
 from peftlab.models import attention, block, groups, inputs, virtual
 from peftlab.models.config import DecoderConfig
 from peftlab.models.layers import Dense, Embedding, RMSNorm
@@ -95,6 +95,7 @@ class Decoder(nnx.Module):
   ) -> jax.Array:
     """What the head reads, [batch, length, embed]; arguments as in `__call__`."""
     positions = self._positions(tokens, positions, segment_ids)
+    _rows.check_batch(self, tokens.shape[0])
     x = self.embed(tokens)
     x = x * jnp.asarray(self.config.embed_scale, x.dtype)
     own = None if self.token_embeds is None else self.token_embeds(tokens, x)

@@ -59,7 +59,7 @@ class Pool:
       raise ValueError(f'The model of a pool has adapters ({have}); detach them first.')
     if not all(isinstance(n, int) and n >= 1 for n in (capacity, *ranks)):
       raise ValueError(
-        f'capacity is {capacity}, ranks {tuple(ranks)}; each must be at least 1, a whole number.'
+        f'capacity is {capacity!r}, ranks {tuple(ranks)}; each must be at least 1, a whole number.'
       )
     self.model, self.capacity, self.ranks = model, capacity, tuple(sorted(ranks))
     self._sites = {s.path: s for s in _sites.sites(model, norms=True, points=True)}
@@ -136,7 +136,7 @@ class Pool:
     Raises:
       ValueError: no rows, or a name that the pool does not have.
     """
-    if isinstance(names, str) or not len(names):
+    if isinstance(names, str) or not isinstance(names, Sequence) or not len(names):
       raise ValueError(f'rows is {names!r}; expected a name or None for each row, at least one.')
     chosen = [None if name is None else self._find(name) for name in names]
     model = _parts.merge(_parts.split(self.model))

@@ -129,3 +129,23 @@ def test_an_unknown_name_is_refused_with_the_nearest():
   adapted = peftlab.attach(Layers(nnx.Rngs(0)), LoRA(rank=2), where='linear', name='chat')[0]
   with pytest.raises(ValueError, match="did you mean 'chat'"):
     fuse(adapted, name='chta')
+
+
+WRONG = {
+  'transposed': (lambda w: w.T, r'Odd.fuse gave shape \(4, 6\) for a kernel of shape \(6, 4\)'),
+  'nothing': (lambda w: None, 'Odd.fuse gave NoneType for a kernel'),
+}
+
+
+@pytest.mark.parametrize('case', WRONG)
+def test_what_fuse_gives_must_have_the_shape_of_the_kernel(case):
+  give, message = WRONG[case]
+
+  class Odd(LoRA):
+    def fuse(self, w, p):
+      del p
+      return give(w)
+
+  model, _ = peftlab.attach(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), Odd(rank=2), where='.*')
+  with pytest.raises(ValueError, match=message):
+    fuse(model)

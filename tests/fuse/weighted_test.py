@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import peftlab
-from peftlab import _adapter, _parts, _registry, _stack
+from peftlab import _adapter, _claims, _parts, _registry, _stack
 from peftlab.fuse import combine, fuse
 from peftlab.plugins.dora import DoRA
 from peftlab.plugins.loha import LoHa
@@ -236,6 +236,24 @@ def test_types_mix_and_shared_arrays_count():
     combine(model, weights, name='all', method='cat')
 
 
+ADDITIVE = [
+  name
+  for name in peftlab.adapter_types()
+  for kind in [_registry.adapters.get(name)]
+  if kind.additive and kind.mergeable and not kind.point and name not in ('bias', 'full')
+]
+
+
+@pytest.mark.parametrize('name', ADDITIVE)
+def test_every_additive_type_can_be_merged(name):
+  adapter = _claims.small(_registry.adapters.get(name))
+  model, _ = peftlab.attach(One(48, 32), adapter, where='.*', name='a')
+  model = randomized(model)
+  merged, _ = combine(model, {'a': np.float32(0.5)}, name='half')
+  half = {path: array / 2 for path, array in delta(model, 'a').items()}
+  chex.assert_trees_all_close(delta(merged, 'half'), half, atol=3e-5)
+
+
 def test_density_is_honoured_with_one_adapter():
   model, held = golden('plain')
   merged, _ = combine(model, {'a': 1.0}, name='half', method='magnitude', density=0.5)
@@ -276,7 +294,12 @@ def test_dare_drops_other_entries_in_every_layer_and_the_same_for_a_seed():
     (dict(weights={'aa': 1.0}), "no adapter 'aa'; did you mean 'a'"),
     (dict(name='b'), "already has an adapter named 'b'"),
     (dict(name='b b'), 'must be made of letters'),
-    (dict(weights={'a': float('nan')}), "weight of 'a' is nan; it must be a finite number"),
+    (
+      dict(weights={'a': float('nan')}),
+      "weight of 'a' is nan; it must be a number that is finite in float32",
+    ),
+    (dict(weights={'a': 1e40, 'b': 1.0}), "'a' is 1e.40; it must be a number that is finite"),
+    (dict(weights={'a': 3e38, 'b': 3e38}), 'beyond all numbers of float32; expected smaller'),
     (dict(method='tise'), "No method 'tise'; did you mean 'ties'"),
     (dict(method='ties'), 'ties needs the share of entries to keep'),
     (dict(method='ties', density=0.0), 'above 0 and at most 1'),

@@ -208,6 +208,7 @@ def test_mistakes_are_refused_and_the_pool_is_as_before():
   for call, message in (
     (lambda: pool.rows(['caht']), "no adapter 'caht'; did you mean 'chat'"),
     (lambda: pool.rows([]), 'expected a name or None for each row'),
+    (lambda: pool.rows(None), 'rows is None; expected a name or None for each row'),
     (lambda: pool.evict('x'), "no adapter 'x'"),
     (lambda: pool.add('chat', model), 'already has an adapter'),
     (lambda: pool.add('two', model), 'has room for 1; evict one of: chat'),
@@ -225,3 +226,29 @@ def test_mistakes_are_refused_and_the_pool_is_as_before():
   assert pool.names == ('chat',)
   found = logits(peftlab.split(pool.rows(['chat'])), TOKENS[:1])
   chex.assert_trees_all_close(found, logits(peftlab.split(model), TOKENS[:1]), atol=1e-5)
+
+
+@pytest.mark.parametrize('rows', (1, 3, 4))
+def test_a_batch_of_other_rows_is_refused(rows):
+  pool = pool_of({'chat': adapted(LoRA(rank=2), 1)})
+  with pytest.raises(ValueError, match=f'The batch has {rows} rows; .* for each of 2'):
+    pool.rows(['chat', None])(np.zeros((rows, 4), np.int32))
+
+
+class Plain(nnx.Module):
+  def __init__(self):
+    self.up = nnx.Linear(6, 8, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.up(x)
+
+
+def test_a_layer_of_another_model_refuses_other_rows_too():
+  one, _ = peftlab.attach(Plain(), LoRA(rank=2))
+  pool = serve.Pool(peftlab.detach(one))
+  pool.add('a', one)
+  model = pool.rows(['a', None])
+  assert model(jnp.ones((2, 3, 6))).shape == (2, 3, 8)
+  for shape in ((1, 4, 6), (4, 3, 6), (3, 6)):
+    with pytest.raises(ValueError, match='2 rows with adapters of their own met a layer'):
+      model(jnp.ones(shape))
