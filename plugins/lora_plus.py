@@ -17,7 +17,7 @@ class LoRAPlus(lora.LowRank):
     ratio: of the learning rates; `--config.train.role_rates=b=N` says another one.
   """
 
-  bounds: ClassVar = lora.LowRank.bounds | {'ratio': (0, math.inf)}
+  bounds: ClassVar = {**lora.LowRank.bounds, 'ratio': (0, math.inf)}
 
   ratio: float = 16.0
 

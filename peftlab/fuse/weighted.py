@@ -142,7 +142,7 @@ def _found(
 
 def _is_finite(weight: Any) -> bool:
   """Whether it is one number, of Python, numpy or JAX, that float32 holds."""
-  if not isinstance(weight, (numbers.Real, jax.Array)) or np.ndim(weight):
+  if not isinstance(weight, (numbers.Real, jax.Array)) or getattr(weight, 'ndim', 0):
     return False
   return abs(float(weight)) <= float(np.finfo(np.float32).max)
 
