@@ -67,12 +67,7 @@ def combine(
   if rule.aside:
     _check_factors(found)
   key = _stack.root_key(rngs)
-  merges = [
-    site_merge.merge(site, list(held.values()), [weights[n] for n in held], rule=rule, key=key)
-    for site, held in found
-  ]
-  for merge in merges:
-    _check_merged(merge)
+  merges = [_merged(site, held, weights, rule=rule, key=key) for site, held in found]
   highest = max(merge.needed() for merge in merges)
   ranks = [merge.needed() if rule.aside else rank or highest for merge in merges]
   model = _parts.merge(_parts.split(model))
@@ -147,12 +142,20 @@ def _is_finite(weight: Any) -> bool:
   return abs(float(weight)) <= float(np.finfo(np.float32).max)
 
 
-def _check_merged(merge: site_merge.Merge) -> None:
+def _merged(
+  site: _sites.Site,
+  held: Mapping[str, _layer.Attached],
+  weights: Mapping[str, float],
+  **options: Any,
+) -> site_merge.Merge:
+  """The merge of a site; a ValueError where it is beyond all numbers of float32."""
+  merge = site_merge.merge(site, list(held.values()), [weights[n] for n in held], **options)
   arrays = jax.tree.leaves((merge.pair, merge.svd, merge.bias))
   if not all(bool(jnp.isfinite(array).all()) for array in arrays):
     raise ValueError(
-      f'The merge at {merge.site.name} is beyond all numbers of float32; expected smaller weights.'
+      f'The merge at {site.name} is beyond all numbers of float32; expected smaller weights.'
     )
+  return merge
 
 
 def _check_rank(

@@ -111,7 +111,7 @@ FLAGS = {
   ),
   'adapters_range': (
     ('train', NAME, '--config.adapters=mlp=dora(rank=0)'),
-    'DoRA rank is 0; it must be at least 1.',
+    'DoRA.rank is 0; it must be at least 1.',
   ),
   'adapters_twice': (
     ('train', NAME, '--config.adapters=mlp=dora,mlp=lora'),
